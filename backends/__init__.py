@@ -1,0 +1,17 @@
+"""Backends: how a step's lists are cut into calls and how a call is compiled, one file for each kind of device."""
+
+from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
+from compiled_optim.backends.registry import for_device, get, names, register
+
+__all__ = [
+    "Availability",
+    "Backend",
+    "Call",
+    "Lane",
+    "Signature",
+    "Unit",
+    "for_device",
+    "get",
+    "names",
+    "register",
+]

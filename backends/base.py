@@ -1,0 +1,107 @@
+"""What a backend is: how lists are cut into calls, and how a call is compiled.
+
+To write one, subclass :class:`Backend` and register an instance (``compiled_optim.backends.register``), or publish it
+under the entry-point group ``compiled_optim.backends``.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_optim.program import Program, TensorLists
+
+
+class Availability(NamedTuple):
+    """Whether a backend can be used here and, if not, what is missing and what to do. Falsy if it cannot."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Lane(NamedTuple):
+    """The shape of a call: how many tensors it takes at most (0 for any number) and which variant of the code."""
+
+    kind: str
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Everything a compiled unit assumes. A unit is never run on anything else."""
+
+    program: Program
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    shared: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    lane: Lane
+
+    def __str__(self) -> str:
+        dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return f"{self.program.name}[{'+'.join(dtypes)}, {self.lane.kind}×{self.lane.width or 'all'}]"
+
+
+Call = Callable[[list[Tensor]], Tensor | None]
+
+
+class Unit(ABC):
+    """A compiled program for one signature."""
+
+    graphs: int = 1
+    kernels: int = 0
+    seconds: float = 0.0
+
+    @abstractmethod
+    def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+        """Fix all lists but the gradients; the returned call takes those, as 1-D tensors of the given sizes."""
+
+
+class Backend(ABC):
+    """Compiles programs for the devices of one kind and keeps the units it made, one for each signature."""
+
+    name: str
+    devices: tuple[str, ...] = ()
+    compiles: bool = True
+
+    def __init__(self) -> None:
+        self._units: dict[Signature, Unit] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: object) -> Backend:
+        """A backend is a service, not data: copies of an optimizer share it."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name!r}>"
+
+    @abstractmethod
+    def available(self) -> Availability:
+        """Whether this machine can compile and run here; cheap, and without importing a compiler."""
+
+    @abstractmethod
+    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
+        """Cut a list of tensors, given by their numbers of elements, into calls: the lane and the indices of each."""
+
+    @abstractmethod
+    def compile(self, signature: Signature) -> Unit:
+        """Compile the unit for a signature, without touching any of the user's tensors."""
+
+    def knows(self, signature: Signature) -> bool:
+        """Whether the unit for this signature has been compiled already."""
+        return signature in self._units
+
+    def unit(self, signature: Signature) -> Unit:
+        """The unit for this signature, compiled if this is the first time it is asked for."""
+        with self._lock:
+            if signature not in self._units:
+                self._units[signature] = self.compile(signature)
+            return self._units[signature]

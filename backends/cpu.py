@@ -1,0 +1,109 @@
+"""The CPU backend: lanes over 1-D views, compiled by Inductor to C++ loops that take any length.
+
+A *lane* is one tensor's place in a call. A unit is compiled for a fixed number of lanes of any length, so it serves
+every model; a call that has fewer tensors than lanes fills up with empty ones. There are two kinds of units: parallel
+ones for large tensors, where each loop is shared out over the threads, and serial ones for small tensors, where
+starting the threads would cost more than the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
+from compiled_optim.backends.inductor import COMPILER_REMEDY, SHARED, SIZES, Graph, capture
+from compiled_optim.program import TensorLists
+
+PARALLEL = Lane("parallel", 4)
+SERIAL = Lane("serial", 8)
+
+LARGE = 1 << 15
+"""From this many elements on, two threads beat one although they have to be started."""
+
+THREAD_START = 1 << 12
+"""Starting the threads takes about as long as streaming this many elements."""
+
+COMMON_OPTIONS = {"size_asserts": False, "alignment_asserts": False}
+OPTIONS = {
+    # dynamic_threads: follow torch.set_num_threads at run time instead of compiling the number in
+    PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS},
+    SERIAL.kind: {"cpp.threads": 1, **COMMON_OPTIONS},
+}
+HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
+
+
+class LaneUnit(Unit):
+    """A compiled graph over a fixed number of lanes."""
+
+    def __init__(self, graph: Graph, signature: Signature) -> None:
+        self._call = graph.call
+        self._inputs = graph.inputs
+        self._dtypes = signature.dtypes
+        self._width = signature.lane.width
+        self.kernels = graph.kernels
+        self.seconds = graph.seconds
+
+    def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+        """Lay out the graph's arguments once; a call only puts the gradients into their places."""
+        unused = self._width - len(sizes)
+        sources: dict[int, Sequence[Tensor | int]] = {
+            SIZES: [*sizes, *[0] * unused],
+            SHARED: shared,
+            0: [torch.empty(0, dtype=self._dtypes[0])] * self._width,
+        }
+        for i, (tensors, dtype) in enumerate(zip(lists, self._dtypes[1:], strict=True), start=1):
+            sources[i] = [*tensors, *[torch.empty(0, dtype=dtype)] * unused]
+        template = [sources[i][lane] for i, lane in self._inputs]
+        place_of_lane = {lane: place for place, (i, lane) in enumerate(self._inputs) if i == 0}
+        places = [place_of_lane[lane] for lane in range(len(sizes))]
+        run = self._call
+
+        def call(grads: list[Tensor]) -> Tensor | None:
+            arguments = template.copy()
+            for place, grad in zip(places, grads, strict=True):
+                arguments[place] = grad
+            results = run(*arguments)
+            return results[0] if results else None
+
+        return call
+
+
+class CpuBackend(Backend):
+    """Inductor's C++ code, one unit for each signature, whatever the model."""
+
+    name = "cpu"
+    devices = ("cpu",)
+
+    def available(self) -> Availability:
+        """Whether there is a C++ compiler where Inductor will look for one."""
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            return Availability(False, f"no C++ compiler was found (looked for {compiler!r}); {COMPILER_REMEDY}")
+        return Availability(True)
+
+    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
+        """Cut into calls of large tensors and of small ones; empty tensors need no call.
+
+        A second unit for a few small tensors beside many large elements is not worth compiling: where starting
+        threads for them costs under 1 % of the step, they go with the large ones.
+        """
+        large = [i for i, size in enumerate(sizes) if size >= LARGE]
+        small = [i for i, size in enumerate(sizes) if 0 < size < LARGE]
+        if len(small) * THREAD_START * 100 < sum(sizes[i] for i in large):
+            large, small = large + small, []
+        return [
+            (lane, indices[start : start + lane.width])
+            for lane, indices in ((PARALLEL, large), (SERIAL, small))
+            for start in range(0, len(indices), lane.width)
+        ]
+
+    def compile(self, signature: Signature) -> Unit:
+        """Compile the program over this signature's lanes."""
+        kind = signature.lane.kind
+        return LaneUnit(capture(signature, HINTS[kind], OPTIONS[kind]), signature)

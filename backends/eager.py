@@ -1,0 +1,42 @@
+"""The eager backend: runs the very program the others compile, on whole lists. For debugging and as a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
+from compiled_optim.program import Program, TensorLists
+
+
+class EagerUnit(Unit):
+    """A program run as it stands."""
+
+    graphs = 0
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+        """Return the program with everything but the gradients filled in."""
+        return lambda grads: self._program([grads, *lists], shared)
+
+
+class EagerBackend(Backend):
+    """Works on every device and compiles nothing; chosen by ``compile=False``, never in silence."""
+
+    name = "eager"
+    compiles = False
+
+    def available(self) -> Availability:
+        """Always."""
+        return Availability(True)
+
+    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
+        """One call for the whole list."""
+        return [(Lane("list"), list(range(len(sizes))))]
+
+    def compile(self, signature: Signature) -> Unit:
+        """Wrap the program."""
+        return EagerUnit(signature.program)

@@ -1,0 +1,65 @@
+"""The registry: backends by name, and which one serves a device.
+
+A third-party backend that serves a device type is preferred over the built-in one.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from compiled_optim.backends.base import Backend
+from compiled_optim.backends.cpu import CpuBackend
+from compiled_optim.backends.cuda import CudaBackend
+from compiled_optim.backends.eager import EagerBackend
+from compiled_optim.backends.npu import NpuBackend
+from compiled_optim.errors import BackendUnavailableError
+
+ENTRY_POINT_GROUP = "compiled_optim.backends"
+
+_backends: dict[str, Backend] = {}
+_entry_points_loaded = False
+
+
+def register(backend: Backend) -> Backend:
+    """Make a backend known under its name, replacing an earlier one of that name."""
+    _backends[backend.name] = backend
+    return backend
+
+
+def names() -> list[str]:
+    """The names of all registered backends."""
+    _load_entry_points()
+    return sorted(_backends)
+
+
+def get(name: str) -> Backend:
+    """The backend of this name."""
+    _load_entry_points()
+    try:
+        return _backends[name]
+    except KeyError:
+        raise ValueError(f"Unknown backend: {name!r}; registered are {', '.join(names())}") from None
+
+
+def for_device(device_type: str) -> Backend:
+    """The backend that compiles for a device type; the most recently registered one wins."""
+    _load_entry_points()
+    for backend in reversed(_backends.values()):
+        if device_type in backend.devices:
+            return backend
+    raise BackendUnavailableError(
+        f"no backend compiles for device type {device_type!r}; "
+        f"pass compile=False to run the same step eagerly, or register a backend that serves it"
+    )
+
+
+def _load_entry_points() -> None:
+    global _entry_points_loaded
+    if not _entry_points_loaded:
+        _entry_points_loaded = True
+        for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+            register(entry_point.load()())
+
+
+for _backend in (CpuBackend, CudaBackend, NpuBackend, EagerBackend):
+    register(_backend())

@@ -1,0 +1,25 @@
+"""PyTorch optimizers whose steps are plain PyTorch over lists of tensors, compiled once for all models and fused.
+
+>>> import torch, compiled_optim as co
+>>> model = torch.nn.Linear(4, 2)
+>>> opt = co.AdamW(model, lr=3e-4, compile=False)  # compile=True is the default
+>>> model(torch.ones(1, 4)).sum().backward()
+>>> opt.step()
+>>> opt.zero_grad()
+"""
+
+from compiled_optim.adam import Adam, AdamW
+from compiled_optim.errors import BackendUnavailableError, ReallocationError
+from compiled_optim.explain import Explanation
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.sgd import SGD
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "BackendUnavailableError",
+    "Explanation",
+    "Optimizer",
+    "ReallocationError",
+]

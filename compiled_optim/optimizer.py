@@ -1,0 +1,317 @@
+"""The base of all optimizers: a ``torch.optim.Optimizer`` whose step runs compiled units over batches.
+
+A subclass is a constructor and a formula. It says which hyperparameters the formula needs as numbers (``scalars``),
+which ones change the formula itself (``options``), which states it keeps (``initial_state``), and what it computes
+(``update``). Everything else is here and in the modules this one calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from compiled_optim import backends, states
+from compiled_optim.backends import Backend, Signature, Unit
+from compiled_optim.errors import BackendUnavailableError, ReallocationError
+from compiled_optim.explain import BatchReport, Explanation
+from compiled_optim.guard import Change, Description, compare
+from compiled_optim.plan import Plan, compile_units, describe, flat_size, survey
+from compiled_optim.program import UpdateProgram
+
+logger = logging.getLogger("compiled_optim")
+
+EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
+
+TORCH_SWITCHES: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
+class EngineOptions(TypedDict, total=False):
+    """Keyword-only options that every optimizer takes after its own arguments."""
+
+    compile: bool
+    backend: str | Backend | None
+    on_realloc: Literal["recompile", "raise"]
+    max_grad_norm: float | None
+
+
+class TorchOptions(EngineOptions, total=False):
+    """The same, with torch.optim's switches, which are accepted and have no effect."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base class of the optimizers in this package.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for torch.optim; or a module.
+        defaults: the hyperparameters of groups that do not set their own.
+        compile: False runs the very same update eagerly, as does the environment variable ``COMPILED_OPTIM_EAGER=1``.
+        backend: a registered backend's name or a Backend; None picks one by each parameter's device.
+        on_realloc: what to do when a parameter was reallocated: follow it ("recompile") or raise ReallocationError.
+        max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is left as it is.
+    """
+
+    counts_steps = True
+    """Whether the rule keeps ``step`` in the state. If not, ``scalars`` sees 1 on the first step and more later."""
+
+    has_torch_switches = False
+    """Whether torch.optim has an optimizer of this name, whose ``foreach``, ``fused`` ... are accepted and ignored."""
+
+    last_grad_norm: Tensor | None = None
+    """With ``max_grad_norm``, the global norm of the last step's gradients before clipping, as a 0-dim tensor."""
+
+    def __init__(
+        self,
+        params: ParamsT | torch.nn.Module,
+        defaults: dict[str, Any],
+        *,
+        compile: bool = True,
+        backend: str | Backend | None = None,
+        on_realloc: Literal["recompile", "raise"] = "recompile",
+        max_grad_norm: float | None = None,
+        **switches: bool | None,
+    ) -> None:
+        unknown = switches.keys() - (TORCH_SWITCHES if self.has_torch_switches else {}).keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
+        if switches.get("differentiable"):
+            raise NotImplementedError(
+                "differentiable=True is not supported: a compiled step is not recorded by autograd; use torch.optim"
+            )
+        if on_realloc not in ("recompile", "raise"):
+            raise ValueError(f'Invalid on_realloc value: {on_realloc!r}; use "recompile" or "raise"')
+        if max_grad_norm is not None and not max_grad_norm >= 0.0:
+            raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+        self.compile = compile and os.environ.get(EAGER_VARIABLE, "0") in ("", "0")
+        self.backend = backends.get(backend) if isinstance(backend, str) else backend
+        self.on_realloc = on_realloc
+        self.max_grad_norm = max_grad_norm
+        self._forget()
+        if self.has_torch_switches:
+            defaults = {**defaults, **TORCH_SWITCHES, **switches}
+        self.check(defaults)
+        if isinstance(params, torch.nn.Module):
+            params = params.named_parameters()
+        super().__init__(params, defaults)
+
+    # ---- what a subclass defines
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if a hyperparameter is out of range."""
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        """The states the rule keeps for each parameter, and the value each starts at."""
+        return {}
+
+    def options(self, group: dict[str, Any]) -> dict[str, bool]:
+        """What changes the formula rather than a number in it; each combination is compiled separately."""
+        return {}
+
+    def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
+        """The numbers the formula needs in this step (1 on the first), computed in double precision on the host."""
+        raise NotImplementedError
+
+    @staticmethod
+    def update(params: list[Tensor], grads: list[Tensor], **kwargs: Any) -> None:
+        """The formula, over lists of 1-D tensors in place; states, scalars and options come by their names.
+
+        Gradients must not be written to, and nothing may depend on a tensor's value in Python.
+        """
+        raise NotImplementedError
+
+    # ---- torch.optim's interface
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make one step; with a closure, call it first with gradients enabled and return its loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            params = self._params()
+            grads = [param.grad for param in params]
+            self._current_plan(params, grads).run(self, grads)
+        self._stepped = True
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch.optim; its hyperparameters are checked too."""
+        if isinstance(param_group, dict):
+            self.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                self.backend_for(param.device)
+        except BackendUnavailableError:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch.optim's, ``step`` tensors no longer shared: torch would count a shared one many times."""
+        saved = super().state_dict()
+        saved["state"] = {key: states.unshared(state) for key, state in saved["state"].items()}
+        return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = ("compile", "backend", "on_realloc", "max_grad_norm")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # a checkpoint of another optimizer family or version may lack some keys
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._forget(keep_record="_events" in self.__dict__)
+
+    # ---- beyond torch.optim
+
+    def warmup(self) -> None:
+        """Compile now what the first step will need, without making a step; assumes every parameter gets a gradient."""
+        with torch.no_grad():
+            params = [param.detach() for param in self._params()]
+            compile_units(self, survey(self, params))
+
+    def explain(self) -> Explanation:
+        """What was compiled, for which devices, how much a step calls, and what the guard saw."""
+        batches = self._plan.batches if self._plan is not None else []
+        units = {id(unit): unit for batch in batches for unit in batch.units}
+        if self._plan is not None and self._plan.clipping is not None:
+            units |= {id(unit): unit for unit in self._plan.clipping.units}
+        in_use = dict.fromkeys(self.backend_for(param.device) for param in self._params())
+        reports = [
+            BatchReport(
+                tensors=len(batch.params),
+                elements=sum(map(flat_size, batch.params)),
+                dtype=str(batch.params[0].dtype).removeprefix("torch."),
+                device=str(batch.params[0].device),
+                backend=batch.survey.backend.name,
+                units=", ".join(dict.fromkeys(str(batch.survey.signature(lane)) for lane, _ in batch.cuts)),
+                calls=len(batch.cuts) * (2 if self.max_grad_norm is not None else 1),
+            )
+            for batch in batches
+        ]
+        return Explanation(
+            optimizer=type(self).__name__,
+            mode="compiled" if any(backend.compiles for backend in in_use) else "eager",
+            backends=tuple(backend.name for backend in in_use),
+            graphs=sum(unit.graphs for unit in units.values()),
+            kernels=sum(unit.kernels for unit in units.values()),
+            calls_per_step=sum(report.calls for report in reports),
+            compile_seconds=self._compile_seconds,
+            recompiles=self._recompiles,
+            events=tuple(self._events),
+            batches=tuple(reports),
+        )
+
+    # ---- what the plan asks for
+
+    def program(self, group: dict[str, Any]) -> UpdateProgram:
+        """The program for a group's options."""
+        return UpdateProgram(
+            name=type(self).__name__,
+            update=type(self).update,
+            states=tuple(self.initial_state(group)),
+            scalars=tuple(self.scalars(group, 1)),
+            options=tuple(self.options(group).items()),
+            scaled=bool(group["maximize"]) or self.max_grad_norm is not None,
+        )
+
+    def variants(self) -> list[object]:
+        """What each group's program depends on; compared on every step, so cheaper than the programs."""
+        return [(self.options(group), self.initial_state(group), group["maximize"]) for group in self.param_groups]
+
+    def backend_for(self, device: torch.device) -> Backend:
+        """The backend that steps parameters on this device; raises if it cannot work here."""
+        if not self.compile:
+            return backends.get("eager")
+        backend = self.backend or backends.for_device(device.type)
+        if backend.devices and device.type not in backend.devices:
+            raise BackendUnavailableError(
+                f"backend {backend.name!r} serves {', '.join(backend.devices)} but a parameter is on {device.type!r}; "
+                "leave backend=None to have it chosen by device"
+            )
+        available = backend.available()
+        if not available:
+            raise BackendUnavailableError(
+                f"{type(self).__name__} cannot be compiled by backend {backend.name!r}: {available.reason}"
+            )
+        return backend
+
+    def obtain(self, backend: Backend, signature: Signature) -> Unit:
+        """The unit for a signature, compiled if need be, and on this optimizer's account."""
+        new = not backend.knows(signature)
+        unit = backend.unit(signature)
+        if new and backend.compiles:
+            self._compile_seconds += unit.seconds
+            self._recompiles += self._stepped
+            logger.info("compiled %s for %s in %.1f s", signature, signature.device, unit.seconds)
+        return unit
+
+    # ---- inside
+
+    def _forget(self, *, keep_record: bool = False) -> None:
+        self._plan: Plan | None = None
+        if not keep_record:
+            self._stepped = False
+            self._compile_seconds = 0.0
+            self._recompiles = 0
+            self._events: list[str] = []
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _current_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Plan:
+        """The plan as it is if the guard finds nothing changed, else a new one."""
+        if self._plan is not None and self._plan.fits(self, params, grads):
+            return self._plan
+        changes = self._reallocations(params)
+        if changes and self.on_realloc == "raise":
+            raise ReallocationError(list(changes.values()))
+        kept = {param: self.state[param] for param in changes if param in self.state}
+        try:
+            for param, change in changes.items():
+                states.follow(self, param, change)
+            self._plan = Plan(self, survey(self, grads), params, grads)
+        except BaseException:
+            self.state.update(kept)
+            raise
+        for change in changes.values():
+            logger.warning("%s follows a reallocated parameter: %s", type(self).__name__, change)
+            self._events.append(str(change))
+        return self._plan
+
+    def _reallocations(self, params: Sequence[Tensor]) -> dict[Tensor, Change]:
+        """The parameters that were reallocated since the plan was made, and how."""
+        if self._plan is None:
+            return {}
+        before = self._plan.guard.descriptions
+        names = [
+            describe(group, number, position)
+            for number, group in enumerate(self.param_groups)
+            for position in range(len(group["params"]))
+        ]
+        found = {}
+        for name, param in zip(names, params, strict=True):
+            if param in before:
+                change = compare(name, before[param], Description.of(param))
+                if change is not None:
+                    found[param] = change
+        return found

@@ -1,0 +1,80 @@
+"""The optimizer's state as torch keeps it: per parameter a dict of tensors, with a ``step`` where the rule counts.
+
+Parameters in lock-step share one ``step`` tensor. The count itself is kept exactly, on the host, by the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compiled_optim import layout
+
+if TYPE_CHECKING:
+    from compiled_optim.guard import Change
+    from compiled_optim.optimizer import Optimizer
+    from compiled_optim.plan import Entry
+
+
+def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:
+    """The state tensors this parameter already has; raises if one does not belong to it."""
+    state = optimizer.state.get(entry.param, {})
+    found = {name: state[name] for name in names if state.get(name) is not None}
+    for name, tensor in found.items():
+        if tensor.shape != entry.param.shape or tensor.is_complex() != entry.param.is_complex():
+            raise ValueError(
+                f"state {name!r} of {entry.name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
+                f"parameter has {tuple(entry.param.shape)} and {entry.param.dtype}; load the checkpoint that belongs "
+                "to this model, or delete the entry from optimizer.state to start afresh"
+            )
+    return found
+
+
+def steps_taken(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> int:
+    """How often this parameter was stepped; for rules that do not count, 0 or 1 for never or before."""
+    state = optimizer.state.get(entry.param, {})
+    if optimizer.counts_steps:
+        # an int in torch_npu's checkpoints, a tensor in torch's
+        return int(state.get("step", 0))
+    return int(bool(names) and all(state.get(name) is not None for name in names))
+
+
+def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], initial: Mapping[str, float]) -> Tensor:
+    """Make sure each parameter has its states, laid out as it is, and return their common step counter."""
+    steps = float(steps_taken(optimizer, entries[0], names))
+    counter = torch.tensor(steps, dtype=torch.get_default_dtype(), device="cpu")
+    for entry in entries:
+        param, state = entry.param, optimizer.state[entry.param]
+        if optimizer.counts_steps:
+            state["step"] = counter
+        for name in names:
+            tensor = state.get(name)
+            if tensor is None:
+                state[name] = torch.full_like(param, initial[name], memory_format=torch.preserve_format)
+            elif tensor.device != param.device or not layout.fits(param, tensor):
+                state[name] = layout.like(param, tensor)
+    return counter
+
+
+def follow(optimizer: Optimizer, param: Tensor, change: Change) -> None:
+    """Let a reallocated parameter's state follow it: in its new dtype, or afresh if the shape is another one.
+
+    Device and strides are seen to by :func:`bind`. The state is replaced, not modified, so the caller can undo this.
+    """
+    state = optimizer.state.pop(param, {})
+    if change.kind == "shape":
+        return
+    optimizer.state[param] = {
+        name: value.to(param.dtype) if name != "step" and isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def unshared(state: object) -> object:
+    """A parameter's state with a ``step`` tensor of its own."""
+    if isinstance(state, dict) and isinstance(state.get("step"), Tensor):
+        return {**state, "step": state["step"].clone()}
+    return state
