@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
-from compiled_optim.backends.inductor import COMPILER_REMEDY, SHARED, SIZES, Graph, capture
+from compiled_optim.backends.inductor import COMPILER_REMEDY, Graph, capture
 from compiled_optim.program import TensorLists
 
-PARALLEL = Lane("parallel", 4)
-SERIAL = Lane("serial", 8)
+PARALLEL = Lane("parallel", 2)
+SERIAL = Lane("serial", 4)
 
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
@@ -42,34 +42,28 @@ class LaneUnit(Unit):
     """A compiled graph over a fixed number of lanes."""
 
     def __init__(self, graph: Graph, signature: Signature) -> None:
-        self._call = graph.call
-        self._inputs = graph.inputs
-        self._dtypes = signature.dtypes
-        self._width = signature.lane.width
+        self._graph = graph
+        self._signature = signature
         self.kernels = graph.kernels
         self.seconds = graph.seconds
 
     def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Lay out the graph's arguments once; a call only puts the gradients into their places."""
-        unused = self._width - len(sizes)
-        sources: dict[int, Sequence[Tensor | int]] = {
-            SIZES: [*sizes, *[0] * unused],
-            SHARED: shared,
-            0: [torch.empty(0, dtype=self._dtypes[0])] * self._width,
-        }
-        for i, (tensors, dtype) in enumerate(zip(lists, self._dtypes[1:], strict=True), start=1):
-            sources[i] = [*tensors, *[torch.empty(0, dtype=dtype)] * unused]
-        template = [sources[i][lane] for i, lane in self._inputs]
-        place_of_lane = {lane: place for place, (i, lane) in enumerate(self._inputs) if i == 0}
-        places = [place_of_lane[lane] for lane in range(len(sizes))]
-        run = self._call
+        run, inputs = self._graph.run, self._graph.inputs
+        width = self._signature.lane.width
+        lanes = [
+            [*tensors, *[torch.empty(0, dtype=dtype)] * (width - len(tensors))]
+            for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
+        ]
+        template = self._graph.arguments([*sizes, *[0] * (width - len(sizes))], lanes, shared)
+        places = [inputs.index((0, lane)) for lane in range(len(sizes))]
 
         def call(grads: list[Tensor]) -> Tensor | None:
             arguments = template.copy()
             for place, grad in zip(places, grads, strict=True):
                 arguments[place] = grad
-            results = run(*arguments)
-            return results[0] if results else None
+            outputs = run(arguments)
+            return outputs[0] if outputs else None
 
         return call
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_betas, check_lr, check_not_negative
-from compiled_optim.lists import blend_, shift_
+from compiled_optim.lists import TensorList, blend_, shift_
 from compiled_optim.optimizer import Optimizer, TorchOptions
 
 
@@ -86,12 +86,12 @@ class Adam(Optimizer):
 
     @staticmethod
     def update(  # type: ignore[override]
-        params: list[Tensor],
-        grads: list[Tensor],
+        params: TensorList,
+        grads: TensorList,
         *,
-        exp_avg: list[Tensor],
-        exp_avg_sq: list[Tensor],
-        max_exp_avg_sq: list[Tensor] | None = None,
+        exp_avg: TensorList,
+        exp_avg_sq: TensorList,
+        max_exp_avg_sq: TensorList | None = None,
         weight_decay: Tensor,
         shrink: Tensor,
         beta1: Tensor,
@@ -144,7 +144,15 @@ class AdamW(Adam):
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, **options
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=True,
+            **options,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

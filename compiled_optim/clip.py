@@ -28,7 +28,9 @@ class Clipping:
         for plan in surveys:
             cuts, sizes = plan.cut(), plan.sizes()
             units = [optimizer.obtain(plan.backend, plan.norm_signature(lane)) for lane, _ in cuts]
-            calls = [unit.bind([sizes[i] for i in places], [], []) for unit, (_, places) in zip(units, cuts, strict=True)]
+            calls = [
+                unit.bind([sizes[i] for i in places], [], []) for unit, (_, places) in zip(units, cuts, strict=True)
+            ]
             self.units += units
             self._calls.append([(call, places) for call, (_, places) in zip(calls, cuts, strict=True)])
 

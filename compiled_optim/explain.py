@@ -24,8 +24,8 @@ class BatchReport:
 class Explanation:
     """A snapshot of how an optimizer runs. ``print`` it for a table.
 
-    ``mode`` is "compiled" or "eager"; ``backends`` the names in use; ``graphs`` and ``kernels`` count the compiled units
-    this optimizer calls and the loops or kernels in them; ``calls_per_step`` how often it calls one in a step;
+    ``mode`` is "compiled" or "eager"; ``backends`` the names in use; ``graphs`` and ``kernels`` count the compiled
+    units this optimizer calls and the loops or kernels in them; ``calls_per_step`` how often it calls one in a step;
     ``compile_seconds`` how long it waited for compilation; ``recompiles`` how many units it had to compile after its
     first step; ``events`` what the guard saw.
     """
@@ -60,5 +60,7 @@ class Explanation:
             parts.append(tabulate(rows, headers=headers, colalign=("right", "right")))
         else:
             parts.append("no step has been made yet")
-        parts.append("\n".join(["guard events:", *(f"  {event}" for event in self.events)]) if self.events else "no guard events")
+        parts.append(
+            "\n".join(["guard events:", *(f"  {event}" for event in self.events)]) if self.events else "no guard events"
+        )
         return "\n\n".join(parts)

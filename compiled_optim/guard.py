@@ -66,7 +66,8 @@ class Guard:
         self._params = list(params)
         self._absent = [grad is None for grad in grads]
         self._state = _state_values(state)
-        self._moving = [*params, *(value for value in self._state if isinstance(value, Tensor))]
+        tensors = [*params, *(value for value in self._state if isinstance(value, Tensor))]
+        self._moving = list({id(tensor): tensor for tensor in tensors}.values())
         self._addresses = list(map(Tensor.data_ptr, self._moving))
         self._same_metadata = metadata_check([*params, *(grad for grad in grads if grad is not None)])
 
@@ -95,8 +96,8 @@ def metadata_check(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bo
 
         check = TensorGuards(
             *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],  # type: ignore[misc]
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],  # type: ignore[misc]
         ).check
     except (ImportError, TypeError):
         return plain_metadata_check(tensors)

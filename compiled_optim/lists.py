@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+TensorList = list[Tensor] | tuple[Tensor, ...]
 
-def blend_(averages: list[Tensor], decay: Tensor, values: list[Tensor], gain: Tensor) -> None:
+
+def blend_(averages: TensorList, decay: Tensor, values: TensorList, gain: Tensor) -> None:
     """``averages = decay * averages + gain * values``, in place."""
     torch._foreach_mul_(averages, decay)
     torch._foreach_add_(averages, torch._foreach_mul(values, gain))
 
 
-def shift_(tensors: list[Tensor], offset: Tensor) -> None:
+def shift_(tensors: TensorList, offset: Tensor) -> None:
     """``tensors += offset``, in place."""
     torch._foreach_add_(tensors, [offset] * len(tensors))

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim import backends, states
@@ -21,6 +22,7 @@ from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.explain import BatchReport, Explanation
 from compiled_optim.guard import Change, Description, compare
+from compiled_optim.lists import TensorList
 from compiled_optim.plan import Plan, compile_units, describe, flat_size, survey
 from compiled_optim.program import UpdateProgram
 
@@ -28,7 +30,12 @@ logger = logging.getLogger("compiled_optim")
 
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
-TORCH_SWITCHES: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+TORCH_SWITCHES: dict[str, bool | None] = {
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+}
 
 
 class EngineOptions(TypedDict, total=False):
@@ -122,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def update(params: list[Tensor], grads: list[Tensor], **kwargs: Any) -> None:
+    def update(params: TensorList, grads: TensorList, **kwargs: Any) -> None:
         """The formula, over lists of 1-D tensors in place; states, scalars and options come by their names.
 
         Gradients must not be written to, and nothing may depend on a tensor's value in Python.
@@ -137,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one step; with a closure, call it first with gradients enabled and return its loss."""
         loss = None

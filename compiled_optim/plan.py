@@ -56,7 +56,7 @@ class Survey:
     def signature(self, lane: Lane) -> Signature:
         """The signature of the update on one lane."""
         dtype = compute_dtype(self.dtypes[1])
-        shared = [(dtype, (len(self.program.scalars),))]
+        shared: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, (len(self.program.scalars),))]
         if self.program.scaled:
             shared.append((dtype, ()))
         return Signature(self.program, self._device_type(), self.dtypes, tuple(shared), lane)
@@ -269,7 +269,11 @@ class Plan:
     """All batches of an optimizer and the guard over what they were built on."""
 
     def __init__(
-        self, optimizer: Optimizer, surveys: Sequence[Survey], params: Sequence[Tensor], grads: Sequence[Tensor | None]
+        self,
+        optimizer: Optimizer,
+        surveys: Sequence[Survey],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
     ) -> None:
         # a compiler that fails must leave no trace in the optimizer's state, so it comes first
         compile_units(optimizer, surveys)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from compiled_optim.lists import TensorList
+
 TensorLists = Sequence[list[Tensor]]
 
 
@@ -48,8 +50,8 @@ class UpdateProgram:
     def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> None:
         """Apply the rule once, in place."""
         scalars = shared[0]
-        grads, *homes = lists
-        grads = _widen(grads, scalars.dtype)
+        homes = lists[1:]
+        grads: TensorList = _widen(lists[0], scalars.dtype)
         if self.scaled:
             grads = torch._foreach_mul(grads, shared[1])
         work = [_widen(home, scalars.dtype) for home in homes]

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_lr, check_not_negative
 from compiled_optim.errors import NesterovError
-from compiled_optim.lists import blend_
+from compiled_optim.lists import TensorList, blend_
 from compiled_optim.optimizer import Optimizer, TorchOptions
 
 
@@ -78,10 +78,10 @@ class SGD(Optimizer):
 
     @staticmethod
     def update(  # type: ignore[override]
-        params: list[Tensor],
-        grads: list[Tensor],
+        params: TensorList,
+        grads: TensorList,
         *,
-        momentum_buffer: list[Tensor] | None = None,
+        momentum_buffer: TensorList | None = None,
         lr: Tensor,
         momentum: Tensor,
         gain: Tensor,
@@ -93,6 +93,8 @@ class SGD(Optimizer):
             grads = torch._foreach_add(grads, torch._foreach_mul(params, weight_decay))  # d = g + wd p
         if momentum_buffer is not None:
             blend_(momentum_buffer, momentum, grads, gain)  # buf = momentum buf + (1 - dampening) d
-            ahead = torch._foreach_mul(momentum_buffer, momentum) if nesterov else None
-            grads = torch._foreach_add(grads, ahead) if ahead is not None else momentum_buffer  # d = d + momentum buf
+            if nesterov:
+                grads = torch._foreach_add(grads, torch._foreach_mul(momentum_buffer, momentum))  # d = d + momentum buf
+            else:
+                grads = momentum_buffer  # d = buf
         torch._foreach_sub_(params, torch._foreach_mul(grads, lr))  # p -= lr d

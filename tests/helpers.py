@@ -1,0 +1,74 @@
+"""What the tests share: parameters, gradients that change every step, and comparing two optimizers on them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+SMALL = [(8, 5), (7,), (), (1,), (0, 3), (2, 3, 4), (3, 2, 3, 3)]
+LARGE = [(300, 120)]  # above backends.cpu.LARGE: runs in the parallel unit
+
+
+def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    # one element alone must stay away from zero: where a sum cancels, relative accuracy means nothing
+    values = [torch.randn(shape, generator=generator) + (30 if shape in ((), (1,)) else 0) for shape in shapes]
+    return [torch.nn.Parameter(value.to(dtype)) for value in values]
+
+
+def gradients(params: Sequence[Tensor], steps: int, seed: int = 1) -> Iterator[list[Tensor]]:
+    """Fresh gradients for each step, rounded to bfloat16 so that every dtype sees the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        values = [torch.randn(p.shape, generator=generator).to(torch.bfloat16) for p in params]
+        values = [value.abs() if value.numel() == 1 else value for value in values]  # for the same reason
+        yield [value.to(p.dtype.to_real() if p.is_complex() else p.dtype).to(p.dtype) for value, p in zip(values, params)]
+
+
+def train(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    params: list[Tensor],
+    steps: int = 20,
+    schedule: Callable[[int], float] | None = lambda step: 0.1 / (1 + step),
+    seed: int = 1,
+) -> torch.optim.Optimizer:
+    """Step an optimizer with changing gradients and a changing learning rate; the parameters are changed in place."""
+    optimizer = make(params)
+    for step, grads in enumerate(gradients(params, steps, seed)):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        if schedule is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(step)
+        optimizer.step()
+    return optimizer
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Relative difference by norm, in double precision."""
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300)) if expected.numel() else 0.0
+
+
+def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+    worst = [distance(a, b) for a, b in zip(actual, expected, strict=True)]
+    assert max(worst, default=0.0) <= tolerance, f"relative differences {worst} exceed {tolerance}"
+
+
+def copies(params: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters with the same values, strides and requires_grad in memory of their own."""
+    return [torch.nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in params]
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Run code in a fresh interpreter and return what it printed; a failure shows its stderr."""
+    env = {**os.environ, **environment}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
