@@ -26,9 +26,6 @@ SERIAL = Lane("serial", 4)
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
 
-THREAD_START = 1 << 12
-"""Starting the threads takes about as long as streaming this many elements."""
-
 COMMON_OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 OPTIONS = {
     # dynamic_threads: follow torch.set_num_threads at run time instead of compiling the number in
@@ -82,15 +79,9 @@ class CpuBackend(Backend):
         return Availability(True)
 
     def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
-        """Cut into calls of large tensors and of small ones; empty tensors need no call.
-
-        A second unit for a few small tensors beside many large elements is not worth compiling: where starting
-        threads for them costs under 1 % of the step, they go with the large ones.
-        """
+        """Cut into calls of large tensors and of small ones; empty tensors need no call."""
         large = [i for i, size in enumerate(sizes) if size >= LARGE]
         small = [i for i, size in enumerate(sizes) if 0 < size < LARGE]
-        if len(small) * THREAD_START * 100 < sum(sizes[i] for i in large):
-            large, small = large + small, []
         return [
             (lane, indices[start : start + lane.width])
             for lane, indices in ((PARALLEL, large), (SERIAL, small))

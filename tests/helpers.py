@@ -27,7 +27,10 @@ def gradients(params: Sequence[Tensor], steps: int, seed: int = 1) -> Iterator[l
     for _ in range(steps):
         values = [torch.randn(p.shape, generator=generator).to(torch.bfloat16) for p in params]
         values = [value.abs() if value.numel() == 1 else value for value in values]  # for the same reason
-        yield [value.to(p.dtype.to_real() if p.is_complex() else p.dtype).to(p.dtype) for value, p in zip(values, params)]
+        yield [
+            value.to(p.dtype.to_real() if p.is_complex() else p.dtype).to(p.dtype)
+            for value, p in zip(values, params, strict=True)
+        ]
 
 
 def train(

@@ -22,7 +22,11 @@ def combinations(**choices):
 SGD_OPTIONS = [
     options
     for options in combinations(
-        momentum=[None, 0.9], dampening=[None, 0.3], nesterov=[None, True], weight_decay=[None, 0.1], maximize=[None, True]
+        momentum=[None, 0.9],
+        dampening=[None, 0.3],
+        nesterov=[None, True],
+        weight_decay=[None, 0.1],
+        maximize=[None, True],
     )
     if "momentum" in options or not options.keys() & {"nesterov", "dampening"}
     if not options.keys() >= {"nesterov", "dampening"}
@@ -62,7 +66,9 @@ def test_agrees_with_torch(name, options, dtype, compiled):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "options"), [case for case in CASES if "maximize" not in case[1]], ids=[i for i in IDS if "maximize" not in i]
+    ("name", "options"),
+    [case for case in CASES if "maximize" not in case[1]],
+    ids=[i for i in IDS if "maximize" not in i],
 )
 def test_low_precision_is_no_further_from_the_truth_than_torch(name, options, dtype, compiled):
     """The truth is the same run in float64, from the same rounded start and gradients."""

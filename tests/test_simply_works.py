@@ -259,7 +259,9 @@ def continue_both(optimizer, params, other, other_params, steps=3):
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_go_on_by_themselves(name, compiled, how):
     params = parameters(SMALL)
-    optimizer = train(lambda p: getattr(co, name)(p, **OPTIMIZERS[name], compile=compiled, on_realloc="raise"), params, 3)
+    optimizer = train(
+        lambda p: getattr(co, name)(p, **OPTIMIZERS[name], compile=compiled, on_realloc="raise"), params, 3
+    )
     clone = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
     clone_params = clone.param_groups[0]["params"]
     assert clone.on_realloc == "raise"
@@ -374,7 +376,7 @@ def test_torch_switches_are_accepted_without_effect(name, compiled):
         switched.zero_grad(set_to_none=False)
     pair.steps(3)
     assert_close(params, pair.ours, 0)
-    with pytest.raises(NotImplementedError, match="use torch.optim"):
+    with pytest.raises(NotImplementedError, match=r"use torch\.optim"):
         getattr(co, name)(params, differentiable=True)
 
 

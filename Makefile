@@ -1,0 +1,43 @@
+# make test    set up .venv and run the whole test suite; PYTEST_ARGS="..." passes arguments to pytest
+# make report  set up .venv and measure the optimizers on this machine
+# make lint    ruff and mypy
+# make wheel   build the wheel, install it into a clean environment and step an optimizer there
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
+
+.PHONY: test report lint wheel clean
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+report: $(READY)
+	$(BIN)/python -m perf
+
+# mypy reads an installed copy: only there is backends/ a part of the package
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build
+	$(PIP) --no-deps --no-build-isolation --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim
+
+wheel: $(READY)
+	rm -rf build
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/python .ci/check_wheel.py build/wheel/*.whl
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/pip install --quiet --constraint constraints.txt build/wheel/*.whl
+	cd build && clean/bin/python ../.ci/step_once.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,1 @@
+"""Measuring the optimizers on this machine: ``python -m perf``."""

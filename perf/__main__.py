@@ -1,0 +1,132 @@
+"""A first report: step times of SGD, Adam and AdamW against torch.optim, and what compiling costs.
+
+Contenders take turns round by round in one process, on copies of the same parameters with fresh gradients, and each is
+checked against the others before it is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import compiled_optim as co
+from perf.workloads import WORKLOADS
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {}, "AdamW": {}}
+CASES = [
+    *((workload, name) for workload in ("tiny_mlp", "thousand_tensors", "resnet50") for name in OPTIMIZERS),
+    ("gpt2_small", "AdamW"),
+]
+SECONDS_PER_CASE = 5.0
+
+
+class Contender:
+    """An optimizer over its own copy of a workload's parameters."""
+
+    def __init__(self, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], values: list[torch.Tensor]) -> None:
+        self.params = [torch.nn.Parameter(value.clone()) for value in values]
+        self.optimizer = make(self.params)
+        self.seconds: list[float] = []
+
+    def step(self, grads: list[torch.Tensor]) -> float:
+        """One step with fresh copies of the gradients; returns the seconds of the step alone."""
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad.clone()
+        start = time.perf_counter()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+
+def contenders(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
+    """Ours, and torch's three implementations."""
+    ours, theirs, options = getattr(co, name), getattr(torch.optim, name), OPTIMIZERS[name]
+    makers: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+        "ours": lambda p: ours(p, **options),
+        "ours eager": lambda p: ours(p, **options, compile=False),
+        "torch fused": lambda p: theirs(p, **options, fused=True),
+        "torch foreach": lambda p: theirs(p, **options, foreach=True),
+        "torch loop": lambda p: theirs(p, **options, foreach=False),
+    }
+    return {key: Contender(make, values) for key, make in makers.items()}
+
+
+def measure(name: str, workload: str) -> list[object]:
+    """Time one optimizer on one workload, the contenders in turn."""
+    generator = torch.Generator().manual_seed(0)
+    values, grads = ([torch.randn(shape, generator=generator) for shape in WORKLOADS[workload]()] for _ in range(2))
+    field = contenders(name, values)
+    for _ in range(2):  # warm up, and make sure that all of them really step
+        for contender in field.values():
+            contender.step(grads)
+    for key, contender in field.items():
+        for a, b in zip(contender.params, field["torch loop"].params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=f"{key} computes something else")
+    stop = time.perf_counter() + SECONDS_PER_CASE
+    while len(field["ours"].seconds) < 5 or time.perf_counter() < stop:
+        for contender in field.values():
+            contender.seconds.append(contender.step(grads))
+    medians = {key: statistics.median(contender.seconds) for key, contender in field.items()}
+    low, _, high = statistics.quantiles(
+        [a / b for a, b in zip(field["ours"].seconds, field["torch fused"].seconds, strict=True)]
+    )
+    ratio = f"{medians['ours'] / medians['torch fused']:.2f} ({low:.2f}-{high:.2f})"
+    return [
+        workload,
+        name,
+        *(f"{seconds * 1e3:.3f}" for seconds in medians.values()),
+        ratio,
+        len(field["ours"].seconds),
+    ]
+
+
+FIRST_STEP = """
+import sys, time, torch, compiled_optim as co
+from perf.workloads import WORKLOADS
+params = [torch.nn.Parameter(torch.zeros(shape)) for shape in WORKLOADS[sys.argv[1]]()]
+for param in params:
+    param.grad = torch.ones_like(param)
+optimizer = co.AdamW(params)
+start = time.perf_counter()
+optimizer.step()
+print(time.perf_counter() - start, optimizer.explain().graphs, optimizer.explain().calls_per_step)
+"""
+
+
+def first_step(workload: str, cache: str) -> list[object]:
+    """Seconds, graphs and calls of the first step in a process of its own."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, "-c", FIRST_STEP, workload]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    seconds, graphs, calls = output.split()
+    return [f"{float(seconds):.1f}", int(graphs), int(calls)]
+
+
+def main() -> None:
+    """Print the report."""
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32\n")
+    headers = ["workload", "optimizer", *contenders("SGD", [torch.zeros(1)]), "ours/fused (quartiles)", "rounds"]
+    rows = [measure(name, workload) for workload, name in CASES]
+    print("Step time in ms, median:\n")
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print("\nFirst step of AdamW, importing the compiler included:\n")
+    rows = []
+    for workload in ("tiny_mlp", "thousand_tensors", "gpt2_small"):
+        with tempfile.TemporaryDirectory() as cache:
+            rows.append([workload, "empty", *first_step(workload, cache)])
+            if workload == "gpt2_small":
+                rows.append(["resnet50", "after gpt2_small", *first_step("resnet50", cache)])
+                rows.append(["gpt2_small", "after both", *first_step("gpt2_small", cache)])
+    print(tabulate(rows, headers=["model", "cache", "seconds", "graphs", "calls per step"], disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

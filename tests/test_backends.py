@@ -1,0 +1,126 @@
+"""The registry, honest availability, and errors before anything is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compiled_optim as co
+from compiled_optim import backends
+
+from .helpers import run_python
+
+
+def test_registry():
+    assert backends.names() == ["cpu", "cuda", "eager", "npu"]
+    for name in backends.names():
+        assert backends.get(name).name == name
+    assert backends.for_device("cpu") is backends.get("cpu")
+    assert backends.for_device("npu") is backends.get("npu")
+    with pytest.raises(ValueError, match="Unknown backend: 'tpu'; registered are cpu, cuda, eager, npu"):
+        backends.get("tpu")
+    with pytest.raises(co.BackendUnavailableError, match=r"'meta'.*compile=False"):
+        backends.for_device("meta")
+
+
+def test_availability_is_honest_here():
+    assert backends.get("cpu").available()
+    assert backends.get("eager").available()
+    for name in ("cuda", "npu"):
+        answer = backends.get(name).available()
+        assert not answer
+        assert "compile=False" in answer.reason
+
+
+def test_entry_points_bring_third_party_backends(monkeypatch):
+    from compiled_optim.backends import registry
+
+    class Vendor(type(backends.get("eager"))):
+        name = "vendor"
+        devices = ("cpu",)
+        compiles = True
+
+    class EntryPoint:
+        def load(self):
+            return Vendor
+
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry, "_entry_points_loaded", False)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [EntryPoint()] if group == "compiled_optim.backends" else []
+    )
+    assert "vendor" in backends.names()
+    assert backends.for_device("cpu").name == "vendor"
+    optimizer = co.SGD([torch.nn.Parameter(torch.ones(2))])
+    assert optimizer.explain().backends == ("vendor",)
+
+
+def test_unknown_options_are_refused():
+    params = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="Unknown backend: 'tpu'"):
+        co.AdamW(params, backend="tpu")
+    with pytest.raises(ValueError, match="Invalid on_realloc value: 'ignore'"):
+        co.AdamW(params, on_realloc="ignore")
+    with pytest.raises(ValueError, match="Invalid max_grad_norm value: -1"):
+        co.AdamW(params, max_grad_norm=-1)
+    with pytest.raises(TypeError, match="AdamW got an unexpected keyword argument 'compiled'"):
+        co.AdamW(params, compiled=True)
+    with pytest.raises(co.BackendUnavailableError, match="backend 'cuda' serves cuda but a parameter is on 'cpu'"):
+        co.AdamW(params, backend="cuda")
+
+
+def test_a_device_nobody_compiles_for_is_refused_at_construction():
+    params = [torch.nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(co.BackendUnavailableError, match="no backend compiles for device type 'meta'"):
+        co.AdamW(params)
+    assert co.AdamW(params, compile=False).explain().mode == "eager"
+    optimizer = co.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(co.BackendUnavailableError, match="no backend compiles"):
+        optimizer.add_param_group({"params": params})
+    assert len(optimizer.param_groups) == 1, "the group that was refused is not kept"
+
+
+NO_COMPILER = """
+import torch, compiled_optim as co
+params = [torch.nn.Parameter(torch.ones(2))]
+try:
+    co.AdamW(params)
+except co.BackendUnavailableError as error:
+    print(error)
+params[0].grad = torch.ones(2)
+co.AdamW(params, compile=False).step()
+"""
+
+
+@pytest.mark.parametrize("environment", [{"PATH": ""}, {"CXX": "no-such-compiler"}], ids=["PATH", "CXX"])
+def test_without_a_compiler_construction_says_so(environment):
+    message = run_python(NO_COMPILER, **environment)
+    assert "no C++ compiler was found" in message
+    assert "compile=False" in message
+    assert "CXX" in message
+
+
+def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
+    """Found on the path, so construction passes; warmup() meets the failure."""
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text("#!/bin/sh\necho broken on purpose >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    code = NO_COMPILER.replace("co.AdamW(params)\n", "co.AdamW(params).warmup()\n", 1)
+    message = run_python(code, CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert "compile=False" in message
+
+
+@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_disabled_compiler_is_an_error_not_a_silent_eager_run(variable):
+    code = NO_COMPILER.replace("co.AdamW(params)\n", "co.AdamW(params).warmup()\n", 1)
+    message = run_python(code, **{variable: "1"})
+    assert "torch.compile did not compile" in message
+
+
+@pytest.mark.parametrize(("value", "mode"), [("1", "eager"), ("0", "compiled"), ("", "compiled")])
+def test_eager_by_environment(value, mode):
+    code = """
+import torch, compiled_optim as co
+print(co.AdamW([torch.nn.Parameter(torch.ones(2))]).explain().mode)
+"""
+    assert run_python(code, COMPILED_OPTIM_EAGER=value).strip() == mode

@@ -1,0 +1,194 @@
+"""No wrong unit is ever run: with Dynamo's guards out of the way, signatures must cover all that a graph assumes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import compiled_optim as co
+from compiled_optim.backends import Lane, Signature, cpu, inductor
+from compiled_optim.backends import get as get_backend
+from compiled_optim.errors import BackendUnavailableError
+from compiled_optim.program import SquaredNormProgram, UpdateProgram
+
+from .helpers import assert_close, copies, distance
+
+
+def zoo(seed):
+    """One parameter of every kind that could be mistaken for another."""
+    torch.manual_seed(seed)
+    return {
+        "float32": torch.randn(6, 4),
+        "float64": torch.randn(6, 4, dtype=torch.float64),
+        "bfloat16": torch.randn(6, 4).bfloat16(),
+        "float16": torch.randn(6, 4).half(),
+        "channels_last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "0-dim": torch.randn(()) + 30,
+        "1-element": torch.randn(1) + 30,
+        "0-element": torch.randn(0, 4),
+        "non-contiguous": torch.randn(6, 8)[:, ::2],
+        "transposed": torch.randn(4, 6).t(),
+        "expanded gradient": torch.randn(5, 4),
+        "complex": torch.randn(3, 2, dtype=torch.complex64),
+        "large": torch.randn(200, 200),
+        "large float64": torch.randn(200, 200, dtype=torch.float64),
+    }
+
+
+def fresh_gradients(params):
+    for kind, param in params.items():
+        param.grad = (
+            torch.randn(4, dtype=param.dtype).expand(5, 4) if kind == "expanded gradient" else torch.randn_like(param)
+        )
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+OPTIONS = {
+    "SGD": [dict(lr=0.1), dict(lr=0.1, momentum=0.9), dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)],
+    "AdamW": [dict(lr=0.01, eps=1e-4), dict(lr=0.01, eps=1e-4, amsgrad=True), dict(lr=0.01, eps=1e-4, maximize=True)],
+}
+
+
+@pytest.mark.parametrize("order", ["as listed", "reversed"])
+def test_a_mixed_optimizer_and_several_in_one_process(order):
+    """All kinds in each optimizer, all optimizers interleaved step by step, against torch."""
+    runs = []
+    for name, option_list in OPTIONS.items():
+        for options in option_list:
+            params = {kind: torch.nn.Parameter(value) for kind, value in zoo(0).items()}
+            if order == "reversed":
+                params = dict(reversed(params.items()))
+            # torch rounds low precision at every operation: there, its float64 run is the reference
+            twins = dict(zip(params, copies(list(params.values())), strict=True))
+            for kind in ("bfloat16", "float16"):
+                twins[kind] = torch.nn.Parameter(params[kind].detach().double())
+            ours = getattr(co, name)(list(params.values()), **options)
+            theirs = getattr(torch.optim, name)(list(twins.values()), **options, foreach=False)
+            runs.append((params, twins, ours, theirs))
+    for _ in range(3):
+        for params, twins, ours, theirs in runs:
+            fresh_gradients(params)
+            for kind, twin in twins.items():
+                twin.grad = params[kind].grad.clone().to(twin.dtype)
+            ours.step()
+            theirs.step()
+            for kind, param in params.items():
+                assert distance(param, twins[kind]) <= TOLERANCE.get(param.dtype, 2e-6), (kind, type(ours).__name__)
+
+
+def test_signatures_differ_in_everything_a_graph_assumes():
+    def program(**changes):
+        fields = dict(
+            name="x", update=co.SGD.update, states=("m",), scalars=("lr",), options=(("a", True),), scaled=False
+        )
+        return UpdateProgram(**{**fields, **changes})
+
+    base = dict(
+        program=program(), device="cpu", dtypes=(torch.float32,) * 3, shared=((torch.float32, (1,)),), lane=cpu.SERIAL
+    )
+    variants = [
+        {},
+        {"program": program(update=co.Adam.update)},
+        {"program": program(states=("v",))},
+        {"program": program(scalars=("lr", "wd"))},
+        {"program": program(options=(("a", False),))},
+        {"program": program(scaled=True)},
+        {"program": SquaredNormProgram(torch.float32)},
+        {"device": "cuda"},
+        {"dtypes": (torch.float32, torch.bfloat16, torch.float32)},
+        {"dtypes": (torch.float32,) * 4},
+        {"shared": ((torch.float64, (1,)),)},
+        {"shared": ((torch.float32, (2,)),)},
+        {"lane": cpu.PARALLEL},
+        {"lane": Lane("serial", 2)},
+    ]
+    signatures = [Signature(**{**base, **variant}) for variant in variants]
+    for a, b in itertools.combinations(signatures, 2):
+        assert a != b
+    assert Signature(**{**base, "program": program(name="y")}) == signatures[0], "a name changes no graph"
+
+
+@pytest.mark.parametrize("lane", [cpu.SERIAL, cpu.PARALLEL], ids=lambda lane: lane.kind)
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1000, 40000])
+def test_one_unit_takes_every_length_and_an_incomplete_set_of_lanes(lane, size):
+    scalars = torch.tensor([0.1, 0.9, 0.7, 0.01])
+    program = UpdateProgram(
+        "SGD",
+        co.SGD.update,
+        states=("momentum_buffer",),
+        scalars=("lr", "momentum", "gain", "weight_decay"),
+        options=(("decays", True), ("nesterov", True)),
+        scaled=False,
+    )
+    unit = get_backend("cpu").unit(Signature(program, "cpu", (torch.float32,) * 3, ((torch.float32, (4,)),), lane))
+    for lanes in range(1, lane.width + 1):
+        torch.manual_seed(size)
+        lists = [[torch.randn(max(size - i, 0)) for i in range(lanes)] for _ in range(3)]
+        expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        unit.bind([tensor.numel() for tensor in lists[0]], lists[1:], [scalars])(lists[0])
+        program(expected, [scalars])
+        for actual, reference in zip(lists, expected, strict=True):
+            assert_close(actual, reference, 1e-6)
+
+
+def test_units_are_made_once_and_shared(monkeypatch):
+    backend = cpu.CpuBackend()
+    compiled = []
+    monkeypatch.setattr(cpu, "capture", lambda signature, *rest: compiled.append(signature) or inductor.Graph(list, []))
+    optimizers = [co.AdamW([torch.nn.Parameter(torch.ones(n))], backend=backend) for n in (3, 4)]
+    optimizers.append(co.Adam([torch.nn.Parameter(torch.ones(5))], decoupled_weight_decay=True, backend=backend))
+    for optimizer in optimizers:
+        optimizer.warmup()
+        optimizer.warmup()
+    assert len(compiled) == 1
+
+
+def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
+    """As a damaged cache or another version of torch might bring: found out before any parameter is touched."""
+    original = inductor._compile
+
+    def tampered(*args):
+        graph = original(*args)
+        places = [place for place, (i, _) in enumerate(graph.inputs) if i >= 0]
+        graph.inputs[places[0]], graph.inputs[places[-1]] = graph.inputs[places[-1]], graph.inputs[places[0]]
+        return graph
+
+    monkeypatch.setattr(inductor, "_compile", tampered)
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = co.AdamW([param], backend=cpu.CpuBackend())
+    param.grad = torch.ones(3)
+    with pytest.raises(BackendUnavailableError, match="does not compute what its eager form does"):
+        optimizer.step()
+    assert param.tolist() == [1.0] * 3
+    assert not optimizer.state
+
+
+def test_cutting():
+    cut = get_backend("cpu").cut
+    large, small = cpu.LARGE, 10
+    assert cut([]) == []
+    assert cut([0, 0]) == []
+    assert cut([small] * 5) == [(cpu.SERIAL, [0, 1, 2, 3]), (cpu.SERIAL, [4])]
+    assert cut([small, large, small, large, large]) == [
+        (cpu.PARALLEL, [1, 3]),
+        (cpu.PARALLEL, [4]),
+        (cpu.SERIAL, [0, 2]),
+    ]
+
+
+def test_thread_count_of_the_user_is_followed():
+    """Parallel code runs with torch's thread count at the time, and computes the same."""
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, threads):
+        torch.set_num_threads(count)
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(300, 300))
+        optimizer = co.AdamW([param])
+        param.grad = torch.randn(300, 300)
+        optimizer.step()
+        assert torch.get_num_threads() == count
+        results.append(param)
+    assert_close(results[:2], [results[2]] * 2, 0)
