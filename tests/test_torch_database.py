@@ -295,19 +295,18 @@ class TestTorchDatabase(TestCase):
 
     @compiled_and_eager
     def test_learning_goes_in_the_right_direction(self, device, dtype, optim_info, compile):
-        schedules = ((), *optim_info.scheduler_inputs)
-        for kwargs, contiguous in itertools.product(configurations(optim_info), (True, False)):
-            for schedule in schedules:
-                params, closure = problem(dtype, contiguous)
-                optimizer = ours(optim_info, params, compile, **kwargs)
-                schedulers = [make(optimizer) for make in schedule]
-                losses = []
-                for _ in range(20):
-                    losses.append(optimizer.step(closure).item())
-                    for scheduler in schedulers:
-                        scheduler.step(*[losses[-1]] if isinstance(scheduler, ReduceLROnPlateau) else [])
-                last = closure().item()
-                assert last > losses[0] if kwargs.get("maximize") else last < losses[0]
+        cases = ((False, ()), (True, ()), *((True, schedule) for schedule in optim_info.scheduler_inputs))
+        for kwargs, (contiguous, schedule) in itertools.product(configurations(optim_info), cases):
+            params, closure = problem(dtype, contiguous)
+            optimizer = ours(optim_info, params, compile, **kwargs)
+            schedulers = [scheduler(optimizer) for scheduler in schedule]
+            losses = []
+            for _ in range(20):
+                losses.append(optimizer.step(closure).item())
+                for scheduler in schedulers:
+                    scheduler.step(*[losses[-1]] if isinstance(scheduler, ReduceLROnPlateau) else [])
+            last = closure().item()
+            assert last > losses[0] if kwargs.get("maximize") else last < losses[0]
 
     @compiled_and_eager
     def test_schedulers_match_torch(self, device, dtype, optim_info, compile):
@@ -586,18 +585,19 @@ class TestTorchDatabase(TestCase):
     @compiled_and_eager
     @parametrize("named", [False, True])
     def test_loaded_state_continues_the_run(self, device, dtype, optim_info, compile, named):
-        def optimizer_of(params, **kwargs):
+        def optimizer_of(params, kwargs):
             listed = [(f"p{i}", param) for i, param in enumerate(params)] if named else params
             return ours(optim_info, listed, compile, **kwargs)
 
+        # into an optimizer that is new, and into one that has stepped (on other gradients)
+        steps_before = 2 if named else 0
         for kwargs in configurations(optim_info):
             reference_params = parameters(dtype)
-            reference = optimizer_of(reference_params, **kwargs)
+            reference = optimizer_of(reference_params, kwargs)
             run(reference, reference_params, range(8))
-            # into an optimizer that is new, and into one that has stepped (on other gradients)
-            for route, steps_before in itertools.product(STATE_DICT_ROUTES.values(), (0, 2)):
+            for route in STATE_DICT_ROUTES.values():
                 first_params, second_params = parameters(dtype), parameters(dtype)
-                first, second = optimizer_of(first_params, **kwargs), optimizer_of(second_params, **kwargs)
+                first, second = optimizer_of(first_params, kwargs), optimizer_of(second_params, kwargs)
                 run(first, first_params, range(4))
                 run(second, second_params, range(100, 100 + steps_before))
                 with torch.no_grad():
