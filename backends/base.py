@@ -41,13 +41,15 @@ class Signature:
 
     program: Program
     device: str
+    rank: int
     dtypes: tuple[torch.dtype, ...]
     shared: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     lane: Lane
 
     def __str__(self) -> str:
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        return f"{self.program.name}[{'+'.join(dtypes)}, {self.lane.kind}×{self.lane.width or 'all'}]"
+        rows = ", rows" if self.rank > 1 else ""
+        return f"{self.program.name}[{'+'.join(dtypes)}{rows}, {self.lane.kind}×{self.lane.width or 'all'}]"
 
 
 Call = Callable[[list[Tensor]], Tensor | None]
@@ -61,8 +63,8 @@ class Unit(ABC):
     seconds: float = 0.0
 
     @abstractmethod
-    def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
-        """Fix all lists but the gradients; the returned call takes those, as 1-D tensors of the given sizes."""
+    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+        """Fix all lists but the gradients; the returned call takes those, in the given shapes."""
 
 
 class Backend(ABC):
@@ -79,6 +81,12 @@ class Backend(ABC):
     def __deepcopy__(self, memo: object) -> Backend:
         """A backend is a service, not data: copies of an optimizer share it."""
         return self
+
+    def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
+        """Pickle by name, for the same reason."""
+        from compiled_optim.backends.registry import get
+
+        return get, (self.name,)
 
     def __repr__(self) -> str:
         return f"<backend {self.name!r}>"

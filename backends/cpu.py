@@ -44,16 +44,16 @@ class LaneUnit(Unit):
         self.kernels = graph.kernels
         self.seconds = graph.seconds
 
-    def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Lay out the graph's arguments once; a call only puts the gradients into their places."""
         run, inputs = self._graph.run, self._graph.inputs
-        width = self._signature.lane.width
+        width, nothing = self._signature.lane.width, (0,) * self._signature.rank
         lanes = [
-            [*tensors, *[torch.empty(0, dtype=dtype)] * (width - len(tensors))]
+            [*tensors, *[torch.empty(nothing, dtype=dtype, device="cpu")] * (width - len(tensors))]
             for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
         ]
-        template = self._graph.arguments([*sizes, *[0] * (width - len(sizes))], lanes, shared)
-        places = [inputs.index((0, lane)) for lane in range(len(sizes))]
+        template = self._graph.arguments([*shapes, *[nothing] * (width - len(shapes))], lanes, shared)
+        places = [inputs.index((0, lane)) for lane in range(len(shapes))]
 
         def call(grads: list[Tensor]) -> Tensor | None:
             arguments = template.copy()

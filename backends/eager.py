@@ -18,7 +18,7 @@ class EagerUnit(Unit):
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def bind(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Return the program with everything but the gradients filled in."""
         return lambda grads: self._program([grads, *lists], shared)
 
@@ -34,8 +34,9 @@ class EagerBackend(Backend):
         return Availability(True)
 
     def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
-        """One call for the whole list."""
-        return [(Lane("list"), list(range(len(sizes))))]
+        """One call for the whole list; empty tensors need none."""
+        places = [i for i, size in enumerate(sizes) if size]
+        return [(Lane("list"), places)] if places else []
 
     def compile(self, signature: Signature) -> Unit:
         """Wrap the program."""

@@ -30,7 +30,7 @@ from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Program, TensorLists
 
 SIZES = -1
-"""In :attr:`Graph.inputs`, stands for the list index where a lane's number of elements is passed, not a tensor."""
+"""In :attr:`Graph.inputs`, stands for the list of all lanes' sizes, dimension by dimension."""
 
 SHARED = -2
 """In :attr:`Graph.inputs`, stands for the list index of the tensors shared by all lanes."""
@@ -38,7 +38,7 @@ SHARED = -2
 
 @dataclass
 class Graph:
-    """A compiled graph and where each of its inputs comes from: ``(list, lane)``, with SIZES and SHARED as lists.
+    """A compiled graph and where each of its inputs comes from: ``(list, place)``, with SIZES and SHARED as lists.
 
     ``run`` takes the inputs as a list, which it empties, and returns the outputs.
     """
@@ -48,18 +48,19 @@ class Graph:
     kernels: int = 0
     seconds: float = 0.0
 
-    def arguments(self, sizes: Sequence[int], lists: TensorLists, shared: Sequence[Tensor]) -> list[Any]:
+    def arguments(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> list[Any]:
         """The graph's inputs in its own order."""
+        sizes = [size for shape in shapes for size in shape]
         sources: dict[int, Sequence[Any]] = {SIZES: sizes, SHARED: shared, **dict(enumerate(lists))}
-        return [sources[i][lane] for i, lane in self.inputs]
+        return [sources[i][place] for i, place in self.inputs]
 
 
 def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Graph:
-    """Compile a signature's program over 1-D tensors of any length, on inputs made up here.
+    """Compile a signature's program over tensors of any size, on inputs made up here.
 
     Args:
         signature: what to compile; its lane's width is the length of the lists.
-        hint: the length Inductor should optimise for.
+        hint: the number of elements Inductor should optimise for.
         options: Inductor settings for this compilation only.
     """
     from torch._dynamo.decorators import mark_unbacked
@@ -67,11 +68,14 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
 
     start, kernels = time.perf_counter(), metrics.generated_kernel_count
     with torch.inference_mode(False), torch.no_grad():
-        lists, shared = _examples(signature, [2] * signature.lane.width)
+        lists, shared = _examples(signature, [(2,) * signature.rank] * signature.lane.width)
         for tensors in lists:
             for lane, tensor in enumerate(tensors):
-                # unbacked: correct for 0 and 1 elements too, which backed dynamic sizes specialise on
-                mark_unbacked(tensor, 0, hint_override=hint, shape_id=f"lane{lane}")
+                for dim in range(signature.rank):
+                    # unbacked: correct for sizes 0 and 1 too, which backed dynamic sizes specialise on
+                    mark_unbacked(
+                        tensor, dim, hint_override=round(hint ** (1 / signature.rank)), shape_id=f"lane{lane}.{dim}"
+                    )
         try:
             graph = _compile(signature, lists, shared, options)
         except exc.InductorError as error:
@@ -118,7 +122,7 @@ def _compile(signature: Signature, lists: TensorLists, shared: Sequence[Tensor],
     return graphs[0]
 
 
-def _examples(signature: Signature, sizes: Sequence[int]) -> tuple[TensorLists, list[Tensor]]:
+def _examples(signature: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[TensorLists, list[Tensor]]:
     """Inputs of a signature, all different and away from zero, the same every time."""
     generator = torch.Generator().manual_seed(0)
 
@@ -127,13 +131,14 @@ def _examples(signature: Signature, sizes: Sequence[int]) -> tuple[TensorLists, 
         values = torch.rand(256, generator=generator, device="cpu") + 0.5
         return values.to(device, dtype)[: math.prod(shape)].view(shape)
 
-    lists = [[example([size], dtype, signature.device) for size in sizes] for dtype in signature.dtypes]
+    lists = [[example(shape, dtype, signature.device) for shape in shapes] for dtype in signature.dtypes]
     return lists, [example(shape, dtype, "cpu") for dtype, shape in signature.shared]
 
 
 def _verify(signature: Signature, graph: Graph) -> None:
-    """Run the graph and the eager program on lanes of several lengths, one element among them."""
-    sizes = [(37, 1, 3, 8)[lane % 4] for lane in range(signature.lane.width)]
+    """Run the graph and the eager program on lanes of several sizes, one element among them."""
+    rows = (5,) * (signature.rank - 1)
+    sizes = [(*rows, (37, 1, 3, 8)[lane % 4]) for lane in range(signature.lane.width)]
     lists, shared = _examples(signature, sizes)
     expected_lists, expected_shared = _examples(signature, sizes)
     outputs = graph.run(graph.arguments(sizes, lists, shared))
@@ -169,16 +174,20 @@ def _unshared(program: Program) -> Callable[..., Any]:
 
 def _origins(module: torch.fx.GraphModule, lists: TensorLists, shared: Sequence[Tensor]) -> list[tuple[int, int]]:
     """For each input of the graph, the list and lane it was traced from."""
-    places = {id(tensor): (i, lane) for i, tensors in enumerate(lists) for lane, tensor in enumerate(tensors)}
-    places |= {id(tensor): (SHARED, i) for i, tensor in enumerate(shared)}
+    given = {id(tensor): (i, lane) for i, tensors in enumerate(lists) for lane, tensor in enumerate(tensors)}
+    given |= {id(tensor): (SHARED, i) for i, tensor in enumerate(shared)}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     examples = {node: node.meta["example_value"] for node in placeholders}
     origins = {
-        node: places[id(node.meta["grapharg"].example)] for node in placeholders if isinstance(examples[node], Tensor)
+        node: given[id(node.meta["grapharg"].example)] for node in placeholders if isinstance(examples[node], Tensor)
     }
-    # what is not a tensor is the size of a lane
-    lanes = {str(examples[node].size(0)): lane for node, (i, lane) in origins.items() if i != SHARED}
-    return [origins[node] if node in origins else (SIZES, lanes[str(examples[node])]) for node in placeholders]
+    # what is not a tensor is the size of a lane in one dimension
+    places: dict[str, int] = {}
+    for node, (i, lane) in origins.items():
+        if i != SHARED:
+            shape = examples[node].shape
+            places |= {str(size): lane * len(shape) + dim for dim, size in enumerate(shape)}
+    return [origins[node] if node in origins else (SIZES, places[str(examples[node])]) for node in placeholders]
 
 
 def _innermost(compiled: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Tensor]]:

@@ -8,18 +8,29 @@
 >>> opt.zero_grad()
 """
 
+from compiled_optim.adadelta import Adadelta
 from compiled_optim.adam import Adam, AdamW
+from compiled_optim.adamp import AdamP
+from compiled_optim.bertadam import BertAdam
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.explain import Explanation
+from compiled_optim.lamb import Lamb
 from compiled_optim.optimizer import Optimizer
+from compiled_optim.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.sgd import SGD
 
 __all__ = [
     "SGD",
+    "Adadelta",
     "Adam",
+    "AdamP",
     "AdamW",
     "BackendUnavailableError",
+    "BertAdam",
     "Explanation",
+    "Lamb",
     "Optimizer",
+    "RMSprop",
+    "RMSpropTF",
     "ReallocationError",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_betas, check_lr, check_not_negative
-from compiled_optim.lists import TensorList, blend_, shift_
+from compiled_optim.lists import TensorList, minus_scaled_, moments_, plus_scaled, shifted
 from compiled_optim.optimizer import Optimizer, TorchOptions
 
 
@@ -107,17 +107,14 @@ class Adam(Optimizer):
         if decoupled:
             torch._foreach_mul_(params, shrink)  # p *= 1 - lr wd
         if coupled:
-            grads = torch._foreach_add(grads, torch._foreach_mul(params, weight_decay))  # g += wd p
-        blend_(exp_avg, beta1, grads, gain1)  # m = b1 m + (1 - b1) g
-        blend_(exp_avg_sq, beta2, torch._foreach_mul(grads, grads), gain2)  # v = b2 v + (1 - b2) g²
+            grads = plus_scaled(grads, params, weight_decay)  # g += wd p
+        moments_(exp_avg, exp_avg_sq, grads, beta1, gain1, beta2, gain2)
         if max_exp_avg_sq is not None:
             torch._foreach_maximum_(max_exp_avg_sq, exp_avg_sq)  # vmax = max(vmax, v)
             exp_avg_sq = max_exp_avg_sq
-        denominator = torch._foreach_sqrt(exp_avg_sq)
-        torch._foreach_mul_(denominator, correction)
-        shift_(denominator, eps)  # sqrt(v) / sqrt(1 - b2^t) + eps
-        direction = torch._foreach_div(exp_avg, denominator)
-        torch._foreach_sub_(params, torch._foreach_mul(direction, step_size))  # p -= lr / (1 - b1^t) m / denominator
+        root = torch._foreach_mul(torch._foreach_sqrt(exp_avg_sq), correction)
+        direction = torch._foreach_div(exp_avg, shifted(root, eps))  # m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+        minus_scaled_(params, direction, step_size)  # p -= lr / (1 - b1^t) direction
 
 
 class AdamW(Adam):

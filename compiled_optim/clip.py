@@ -1,49 +1,70 @@
-"""Clipping by global norm inside the step: the gradients are read once for their norm, and never written.
+"""Clipping by norm inside the step: the gradients are read once for their norm, and never written.
 
-The norm is over all gradients of all groups and devices. The coefficient is torch's, ``max_norm / (norm + 1e-6)`` if
-that is below 1, and reaches the update as a tensor: the host waits for nothing.
+The coefficient is torch's, ``max_norm / (norm + 1e-6)`` if that is below 1. It reaches the update as a tensor: the host
+waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from compiled_optim.backends import Call, Unit
 
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
     from compiled_optim.plan import Batch, Survey
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Gradients are scaled down to a norm of at most ``max_norm``, measured over all that have the same ``pool``.
+
+    The pool None is all gradients of the optimizer, also of groups that are not clipped themselves.
+    """
+
+    max_norm: float
+    pool: Hashable = None
+    eps: float = 1e-6
+
+
 class Clipping:
     """The phase before the update that measures the gradients and sets each batch's scale."""
 
     def __init__(self, optimizer: Optimizer, surveys: Sequence[Survey]) -> None:
-        assert optimizer.max_grad_norm is not None
-        self._max_norm = optimizer.max_grad_norm
-        self.units = []
-        self._calls = []
+        self.units: list[Unit] = []
+        self._calls: list[list[tuple[Call, list[int]]]] = []
         for plan in surveys:
-            cuts, sizes = plan.cut(), plan.sizes()
+            cuts, shapes = plan.cut(), plan.shapes()
             units = [optimizer.obtain(plan.backend, plan.norm_signature(lane)) for lane, _ in cuts]
-            calls = [
-                unit.bind([sizes[i] for i in places], [], []) for unit, (_, places) in zip(units, cuts, strict=True)
-            ]
             self.units += units
-            self._calls.append([(call, places) for call, (_, places) in zip(calls, cuts, strict=True)])
+            self._calls.append(
+                [
+                    (unit.bind([shapes[i] for i in places], [], []), places)
+                    for unit, (_, places) in zip(units, cuts, strict=True)
+                ]
+            )
 
-    def run(self, batches: Sequence[Batch], flats: Sequence[list[Tensor]]) -> Tensor:
-        """Set the batches' gradient scale and return the norm before clipping."""
-        total = torch.zeros((), dtype=torch.float64)
-        for calls, grads in zip(self._calls, flats, strict=True):
+    def run(self, optimizer: Optimizer, batches: Sequence[Batch], flats: Sequence[list[Tensor]]) -> Tensor:
+        """Set the batches' gradient scale and return the norm of all gradients before clipping."""
+        pools: dict[Hashable, Tensor] = {None: torch.zeros((), dtype=torch.float64, device="cpu")}
+        clips = [optimizer.clips(batch.survey.group, batch.survey.dtypes[0]) for batch in batches]
+        for calls, grads, batch_clips in zip(self._calls, flats, clips, strict=True):
+            square = pools[None].new_zeros(())
             for call, places in calls:
-                square = call([grads[i] for i in places])
-                assert square is not None
-                total += square.to(total.device)
-        norm = total.sqrt()
-        coefficient = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for batch in batches:
-            batch.grad_scale.copy_(-coefficient if batch.survey.group["maximize"] else coefficient)
-        return norm
+                part = call([grads[i] for i in places])
+                assert part is not None
+                square += part.to(square.device)
+            for pool in dict.fromkeys([None, *(clip.pool for clip in batch_clips)]):
+                pools[pool] = pools[pool] + square if pool in pools else square
+        for batch, batch_clips in zip(batches, clips, strict=True):
+            scale = pools[None].new_ones(())
+            for clip in batch_clips:
+                norm = pools[clip.pool].sqrt() * scale
+                scale = scale * (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
+            batch.grad_scale.copy_(-scale if batch.survey.group["maximize"] else scale)
+        return pools[None].sqrt()

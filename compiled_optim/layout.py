@@ -1,8 +1,10 @@
-"""How tensors of any shape become the 1-D lists that programs work on.
+"""How tensors of any shape become the views that programs work on.
 
 A *dense* tensor covers its memory without gaps or overlaps, in whatever order of dimensions (contiguous,
-channels_last, transposed): its memory is viewed as 1-D. A *scattered* one (a slice with gaps) is worked on in a dense
-scratch copy. A state or gradient pairs with its parameter element by element only if both have the same strides.
+channels_last, transposed): its memory is viewed as 1-D. For rules that need *rows*, it is viewed as 2-D, one row for
+each index of the first dimension; then that dimension has to be the outermost in memory as well. A parameter that is
+not laid out so is *scattered*: it is worked on in a scratch copy that is. States and gradients pair with a parameter
+element by element if they have the strides of its *home*, the memory it is worked on in.
 """
 
 from __future__ import annotations
@@ -11,44 +13,63 @@ import torch
 from torch import Tensor
 
 
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides a dense tensor of this shape and order of dimensions has; its own if it is dense."""
-    return torch.empty_like(tensor, device="meta", requires_grad=False).stride()
+def home_strides(param: Tensor, rows: bool) -> tuple[int, ...]:
+    """The strides of the memory a parameter is worked on in; its own if that can be its own memory."""
+    # torch keeps the strides of a dense tensor, and makes those of another one dense in the same order
+    strides = torch.empty_like(param, device="meta", requires_grad=False).stride()
+    if rows and param.numel() and param.shape[0] > 1 and strides[0] * param.shape[0] != param.numel():
+        return torch.empty(param.shape, device="meta").stride()
+    return strides
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor covers its memory without gaps or overlaps."""
-    return tensor.is_contiguous() or dense_strides(tensor) == tensor.stride()
+def is_home(param: Tensor, rows: bool) -> bool:
+    """Whether a parameter can be worked on in its own memory."""
+    in_place = param.is_contiguous() or param.stride() == home_strides(param, rows)
+    return in_place and not has_lazy_bits(param)
+
+
+def fits(param: Tensor, other: Tensor, rows: bool) -> bool:
+    """Whether ``other`` pairs with the parameter's home as it is."""
+    if has_lazy_bits(other):
+        return False
+    if param.is_contiguous() and other.is_contiguous():
+        return True
+    return other.stride() == home_strides(param, rows)
+
+
+def view(tensor: Tensor, rows: bool) -> Tensor:
+    """A real 1-D view of the memory of a tensor that has the strides of a home, or a 2-D view of its rows."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(view_shape(tensor, rows)) if rows else flat
+
+
+def view_shape(tensor: Tensor, rows: bool) -> tuple[int, ...]:
+    """The shape of :func:`view`."""
+    size = tensor.numel() * (2 if tensor.is_complex() else 1)
+    if rows:
+        return tensor.shape[0], size // tensor.shape[0] if tensor.shape[0] else 0
+    return (size,)
+
+
+def like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of ``source`` laid out as the parameter's home."""
+    strides = home_strides(param, rows)
+    copy = torch.empty_strided(param.shape, strides, dtype=dtype or source.dtype, device=param.device)
+    return copy.copy_(source)
+
+
+def real_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of :func:`view`."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def has_lazy_bits(tensor: Tensor) -> bool:
+    """Whether the values in memory differ from the tensor's by a pending conjugation or negation."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements share memory because the tensor was expanded, so that it cannot be updated in place."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A 1-D real view of a dense tensor's memory."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def real_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of :func:`flat`'s view."""
-    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-
-
-def like(param: Tensor, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of ``source`` laid out as ``param``'s states are."""
-    strides = dense_strides(param)
-    copy = torch.empty_strided(param.shape, strides, dtype=dtype or source.dtype, device=param.device)
-    return copy.copy_(source)
-
-
-def fits(param: Tensor, other: Tensor) -> bool:
-    """Whether ``other`` pairs with the parameter's 1-D view as it is."""
-    if param.is_contiguous() and other.is_contiguous():
-        return True
-    return other.stride() == dense_strides(param)

@@ -18,6 +18,35 @@ def blend_(averages: TensorList, decay: Tensor, values: TensorList, gain: Tensor
     torch._foreach_add_(averages, torch._foreach_mul(values, gain))
 
 
-def shift_(tensors: TensorList, offset: Tensor) -> None:
-    """``tensors += offset``, in place."""
-    torch._foreach_add_(tensors, [offset] * len(tensors))
+def shifted(tensors: TensorList, offset: Tensor) -> TensorList:
+    """``tensors + offset``."""
+    return torch._foreach_add(tensors, [offset] * len(tensors))
+
+
+def plus_scaled(tensors: TensorList, others: TensorList, scale: Tensor) -> TensorList:
+    """``tensors + scale * others``."""
+    return torch._foreach_add(tensors, torch._foreach_mul(others, scale))
+
+
+def minus_scaled_(tensors: TensorList, others: TensorList, scale: Tensor) -> None:
+    """``tensors -= scale * others``, in place."""
+    torch._foreach_sub_(tensors, torch._foreach_mul(others, scale))
+
+
+def moments_(
+    exp_avg: TensorList,
+    exp_avg_sq: TensorList,
+    grads: TensorList,
+    beta1: Tensor,
+    gain1: Tensor,
+    beta2: Tensor,
+    gain2: Tensor,
+) -> None:
+    """Adam's running averages of the gradient and its square, in place; each gain is one minus its beta."""
+    blend_(exp_avg, beta1, grads, gain1)  # m = b1 m + (1 - b1) g
+    blend_(exp_avg_sq, beta2, torch._foreach_mul(grads, grads), gain2)  # v = b2 v + (1 - b2) g²
+
+
+def norms(tensors: TensorList) -> list[Tensor]:
+    """The 2-norm of each tensor as a 0-dim tensor, summed in float64: in float32 a long sum would lose digits."""
+    return [(tensor * tensor).sum(dtype=torch.float64).sqrt().to(tensor.dtype) for tensor in tensors]

@@ -7,7 +7,9 @@ which ones change the formula itself (``options``), which states it keeps (``ini
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, overload
@@ -19,11 +21,12 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim import backends, states
 from compiled_optim.backends import Backend, Signature, Unit
+from compiled_optim.clip import Clip
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.explain import BatchReport, Explanation
 from compiled_optim.guard import Change, Description, compare
 from compiled_optim.lists import TensorList
-from compiled_optim.plan import Plan, compile_units, describe, flat_size, survey
+from compiled_optim.plan import Plan, compile_units, describe, survey
 from compiled_optim.program import UpdateProgram
 
 logger = logging.getLogger("compiled_optim")
@@ -74,8 +77,11 @@ class Optimizer(torch.optim.Optimizer):
     has_torch_switches = False
     """Whether torch.optim has an optimizer of this name, whose ``foreach``, ``fused`` ... are accepted and ignored."""
 
+    rowwise = False
+    """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
+
     last_grad_norm: Tensor | None = None
-    """With ``max_grad_norm``, the global norm of the last step's gradients before clipping, as a 0-dim tensor."""
+    """If gradients are clipped, the norm of all gradients of the last step before that, as a 0-dim tensor."""
 
     def __init__(
         self,
@@ -128,6 +134,10 @@ class Optimizer(torch.optim.Optimizer):
         """The numbers the formula needs in this step (1 on the first), computed in double precision on the host."""
         raise NotImplementedError
 
+    def clips(self, group: dict[str, Any], dtype: torch.dtype) -> list[Clip]:
+        """By which norms a group's gradients of one dtype are clipped before the update, one after the other."""
+        return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
+
     @staticmethod
     def update(params: TensorList, grads: TensorList, **kwargs: Any) -> None:
         """The formula, over lists of 1-D tensors in place; states, scalars and options come by their names.
@@ -173,18 +183,21 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's, ``step`` tensors no longer shared: torch would count a shared one many times."""
         saved = super().state_dict()
-        saved["state"] = {key: states.unshared(state) for key, state in saved["state"].items()}
+        if "state" in saved:  # a hook may have returned something else
+            saved["state"] = {key: states.unshared(state) for key, state in saved["state"].items()}
         return saved
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("compile", "backend", "on_realloc", "max_grad_norm")
+        options = ("compile", "backend", "on_realloc", "max_grad_norm", "last_grad_norm")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # a checkpoint of another optimizer family or version may lack some keys
+        # an older checkpoint may lack some keys: a flag it does not know was not set when it was made
+        arguments = inspect.signature(type(self)).parameters.values()
+        flags = {argument.name: argument.default for argument in arguments if isinstance(argument.default, bool)}
         for group in self.param_groups:
-            for name, value in self.defaults.items():
+            for name, value in {**self.defaults, **flags}.items():
                 group.setdefault(name, value)
         self._forget(keep_record="_events" in self.__dict__)
 
@@ -199,19 +212,20 @@ class Optimizer(torch.optim.Optimizer):
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
         batches = self._plan.batches if self._plan is not None else []
+        clipping = self._plan.clipping if self._plan is not None else None
         units = {id(unit): unit for batch in batches for unit in batch.units}
-        if self._plan is not None and self._plan.clipping is not None:
-            units |= {id(unit): unit for unit in self._plan.clipping.units}
+        if clipping is not None:
+            units |= {id(unit): unit for unit in clipping.units}
         in_use = dict.fromkeys(self.backend_for(param.device) for param in self._params())
         reports = [
             BatchReport(
                 tensors=len(batch.params),
-                elements=sum(map(flat_size, batch.params)),
+                elements=sum(math.prod(shape) for shape in batch.survey.shapes()),
                 dtype=str(batch.params[0].dtype).removeprefix("torch."),
                 device=str(batch.params[0].device),
                 backend=batch.survey.backend.name,
                 units=", ".join(dict.fromkeys(str(batch.survey.signature(lane)) for lane, _ in batch.cuts)),
-                calls=len(batch.cuts) * (2 if self.max_grad_norm is not None else 1),
+                calls=len(batch.cuts) * (2 if clipping is not None else 1),
             )
             for batch in batches
         ]
@@ -238,12 +252,19 @@ class Optimizer(torch.optim.Optimizer):
             states=tuple(self.initial_state(group)),
             scalars=tuple(self.scalars(group, 1)),
             options=tuple(self.options(group).items()),
-            scaled=bool(group["maximize"]) or self.max_grad_norm is not None,
+            scaled=bool(group["maximize"]) or bool(self.clips(group, torch.float32)),
         )
+
+    def clips_any(self) -> bool:
+        """Whether gradients have to be measured before the update."""
+        return any(self.clips(group, torch.float32) for group in self.param_groups)
 
     def variants(self) -> list[object]:
         """What each group's program depends on; compared on every step, so cheaper than the programs."""
-        return [(self.options(group), self.initial_state(group), group["maximize"]) for group in self.param_groups]
+        return [
+            (self.options(group), self.initial_state(group), group["maximize"], len(self.clips(group, torch.float32)))
+            for group in self.param_groups
+        ]
 
     def backend_for(self, device: torch.device) -> Backend:
         """The backend that steps parameters on this device; raises if it cannot work here."""

@@ -6,6 +6,7 @@ is changed. ``Plan`` binds the batches to compiled units. Between steps only the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter that is to be stepped, and its place in the flat list of all parameters."""
+    """A parameter to be stepped, its place in the flat list of all parameters, and whether it is seen by rows."""
 
     index: int
     name: str
     param: Tensor
+    rows: bool
 
 
 @dataclass
@@ -43,15 +45,16 @@ class Survey:
     program: UpdateProgram
     dtypes: tuple[torch.dtype, ...]
     steps: int
+    rows: bool
     entries: list[Entry] = field(default_factory=list)
 
     def cut(self) -> list[tuple[Lane, list[int]]]:
         """How the backend cuts this batch into calls."""
-        return self.backend.cut(self.sizes())
+        return self.backend.cut([math.prod(shape) for shape in self.shapes()])
 
-    def sizes(self) -> list[int]:
-        """The number of real numbers in each parameter."""
-        return [flat_size(entry.param) for entry in self.entries]
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape each parameter is viewed in."""
+        return [layout.view_shape(entry.param, self.rows) for entry in self.entries]
 
     def signature(self, lane: Lane) -> Signature:
         """The signature of the update on one lane."""
@@ -59,12 +62,12 @@ class Survey:
         shared: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, (len(self.program.scalars),))]
         if self.program.scaled:
             shared.append((dtype, ()))
-        return Signature(self.program, self._device_type(), self.dtypes, tuple(shared), lane)
+        return Signature(self.program, self._device_type(), 1 + self.rows, self.dtypes, tuple(shared), lane)
 
     def norm_signature(self, lane: Lane) -> Signature:
         """The signature of the norm of this batch's gradients on one lane."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
-        return Signature(program, self._device_type(), self.dtypes[:1], (), lane)
+        return Signature(program, self._device_type(), 1 + self.rows, self.dtypes[:1], (), lane)
 
     def _device_type(self) -> str:
         return self.entries[0].param.device.type
@@ -79,7 +82,8 @@ def survey(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[Survey]
             # torch warns about a parameter listed twice; it is stepped once
             if grads[index] is not None and id(param) not in seen:
                 seen.add(id(param))
-                entries.append(Entry(index, describe(group, number, position), param))
+                rows = optimizer.rowwise and param.ndim > 1
+                entries.append(Entry(index, describe(group, number, position), param, rows))
                 groups.append(number)
             index += 1
     for entry in entries:
@@ -95,9 +99,10 @@ def survey(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[Survey]
         dtype = layout.real_dtype(entry.param)
         dtypes = (dtype, dtype, *(layout.real_dtype(known.get(name, entry.param)) for name in program.states))
         steps = states.steps_taken(optimizer, entry, program.states)
-        key = (number, entry.param.device, dtypes, steps, wave)
+        key = (number, entry.param.device, dtypes, steps, wave, entry.rows)
         if key not in surveys:
-            surveys[key] = Survey(group, optimizer.backend_for(entry.param.device), program, dtypes, steps)
+            backend = optimizer.backend_for(entry.param.device)
+            surveys[key] = Survey(group, backend, program, dtypes, steps, entry.rows)
         surveys[key].entries.append(entry)
     return list(surveys.values())
 
@@ -107,7 +112,7 @@ def compile_units(optimizer: Optimizer, surveys: Sequence[Survey]) -> None:
     for plan in surveys:
         for lane in dict.fromkeys(lane for lane, _ in plan.cut()):
             optimizer.obtain(plan.backend, plan.signature(lane))
-            if optimizer.max_grad_norm is not None:
+            if optimizer.clips_any():
                 optimizer.obtain(plan.backend, plan.norm_signature(lane))
 
 
@@ -142,11 +147,6 @@ def describe(group: dict[str, Any], number: int, position: int) -> str:
     if "param_names" in group:
         return f"parameter {group['param_names'][position]!r}"
     return f"parameter {position} of group {number}"
-
-
-def flat_size(param: Tensor) -> int:
-    """The number of real numbers in a parameter."""
-    return param.numel() * (2 if param.is_complex() else 1)
 
 
 def overlap_waves(entries: Sequence[Entry]) -> list[int]:
@@ -194,16 +194,16 @@ class Batch:
         self._scattered: list[Tensor] = []
         dtype = compute_dtype(plan.dtypes[1])
         self.scalars = Scalars(len(plan.program.scalars), dtype)
-        self.grad_scale = torch.full((), -1.0 if plan.group["maximize"] else 1.0, dtype=dtype)
+        self.grad_scale = torch.full((), -1.0 if plan.group["maximize"] else 1.0, dtype=dtype, device="cpu")
         shared = [self.scalars.tensor, self.grad_scale] if plan.program.scaled else [self.scalars.tensor]
         homes = [[self._home(param) for param in self.params]]
         for name in plan.program.states:
-            homes.append([layout.flat(optimizer.state[param][name]) for param in self.params])
-        sizes = plan.sizes()
+            homes.append([layout.view(optimizer.state[param][name], plan.rows) for param in self.params])
+        shapes = plan.shapes()
         self.cuts = plan.cut()
         self.units = [optimizer.obtain(plan.backend, plan.signature(lane)) for lane, _ in self.cuts]
         self._calls = [
-            unit.bind([sizes[i] for i in places], [[home[i] for i in places] for home in homes], shared)
+            unit.bind([shapes[i] for i in places], [[home[i] for i in places] for home in homes], shared)
             for unit, (_, places) in zip(self.units, self.cuts, strict=True)
         ]
 
@@ -212,7 +212,7 @@ class Batch:
         return self.counter._version == self._counter_version
 
     def flatten(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """This step's gradients as 1-D tensors in the layout of the parameters."""
+        """This step's gradients in the views the programs work on."""
         if self._views is None:
             return [grads[i].view(-1) for i in self._indices]  # type: ignore[union-attr]
         return [view(grads[i]) for view, i in zip(self._views, self._indices, strict=True)]
@@ -234,35 +234,32 @@ class Batch:
         self._counter_version = self.counter._version
 
     def _home(self, param: Tensor) -> Tensor:
-        """The 1-D tensor in which a parameter is updated: its own memory, or a dense copy of a scattered one."""
+        """The view in which a parameter is updated: of its own memory, or of a copy if that is scattered."""
         param = param.detach()
-        if layout.is_dense(param) and not has_lazy_bits(param):
-            return layout.flat(param)
-        scratch = layout.like(param, param)
+        rows = self.survey.rows
+        if layout.is_home(param, rows):
+            return layout.view(param, rows)
+        scratch = layout.like(param, param, rows)
         self._scattered.append(param)
         self._scratch.append(scratch)
-        return layout.flat(scratch)
+        return layout.view(scratch, rows)
 
     def _grad_views(self, grads: Sequence[Tensor | None]) -> list[Callable[[Any], Tensor]] | None:
-        """How each gradient becomes 1-D; None if they all are plain contiguous memory."""
+        """How each gradient is viewed; None if they all are plain contiguous memory to be seen as 1-D."""
+        rows = self.survey.rows
         views: list[Callable[[Any], Tensor]] = []
-        plain = True
+        plain = not rows
         for param, i in zip(self.params, self._indices, strict=True):
             grad = grads[i]
             assert grad is not None
-            fits = grad.dtype == param.dtype and not has_lazy_bits(grad) and layout.fits(param, grad)
+            fits = grad.dtype == param.dtype and layout.fits(param, grad, rows)
             plain = plain and fits and grad.is_contiguous() and not grad.is_complex()
-            views.append(layout.flat if fits else partial(_refitted, param))
+            views.append(partial(layout.view, rows=rows) if fits else partial(_refitted, param, rows))
         return None if plain else views
 
 
-def has_lazy_bits(tensor: Tensor) -> bool:
-    """Whether the values in memory differ from the tensor's by a pending conjugation or negation."""
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def _refitted(param: Tensor, grad: Tensor) -> Tensor:
-    return layout.flat(layout.like(param, grad, dtype=param.dtype))
+def _refitted(param: Tensor, rows: bool, grad: Tensor) -> Tensor:
+    return layout.view(layout.like(param, grad, rows, dtype=param.dtype), rows)
 
 
 class Plan:
@@ -277,7 +274,7 @@ class Plan:
     ) -> None:
         # a compiler that fails must leave no trace in the optimizer's state, so it comes first
         compile_units(optimizer, surveys)
-        self.clipping = Clipping(optimizer, surveys) if optimizer.max_grad_norm is not None else None
+        self.clipping = Clipping(optimizer, surveys) if optimizer.clips_any() else None
         self.batches = [Batch(optimizer, plan, grads) for plan in surveys]
         self._written = [param for batch in self.batches for param in batch.params]
         self._variants = optimizer.variants()
@@ -297,7 +294,7 @@ class Plan:
         for batch in self.batches:
             batch.advance(optimizer)
         if self.clipping is not None:
-            optimizer.last_grad_norm = self.clipping.run(self.batches, flats)
+            optimizer.last_grad_norm = self.clipping.run(optimizer, self.batches, flats)
         for batch, batch_flats in zip(self.batches, flats, strict=True):
             batch.run(batch_flats)
         # compiled code writes through pointers: tell autograd, which tracks in-place changes by version

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_lr, check_not_negative
 from compiled_optim.errors import NesterovError
-from compiled_optim.lists import TensorList, blend_
+from compiled_optim.lists import TensorList, blend_, minus_scaled_, plus_scaled
 from compiled_optim.optimizer import Optimizer, TorchOptions
 
 
@@ -90,11 +90,9 @@ class SGD(Optimizer):
         nesterov: bool,
     ) -> None:
         if decays:
-            grads = torch._foreach_add(grads, torch._foreach_mul(params, weight_decay))  # d = g + wd p
+            grads = plus_scaled(grads, params, weight_decay)  # d = g + wd p
         if momentum_buffer is not None:
             blend_(momentum_buffer, momentum, grads, gain)  # buf = momentum buf + (1 - dampening) d
-            if nesterov:
-                grads = torch._foreach_add(grads, torch._foreach_mul(momentum_buffer, momentum))  # d = d + momentum buf
-            else:
-                grads = momentum_buffer  # d = buf
-        torch._foreach_sub_(params, torch._foreach_mul(grads, lr))  # p -= lr d
+            # d = d + momentum buf, or buf
+            grads = plus_scaled(grads, momentum_buffer, momentum) if nesterov else momentum_buffer
+        minus_scaled_(params, grads, lr)  # p -= lr d

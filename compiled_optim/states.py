@@ -45,7 +45,11 @@ def steps_taken(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> int
 def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], initial: Mapping[str, float]) -> Tensor:
     """Make sure each parameter has its states, laid out as it is, and return their common step counter."""
     steps = float(steps_taken(optimizer, entries[0], names))
-    counter = torch.tensor(steps, dtype=torch.get_default_dtype(), device="cpu")
+    # as torch: float32 counts exactly to 2^24, a lower default dtype would not get far
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    counter = torch.tensor(steps, dtype=dtype, device="cpu")
+    if not names and not optimizer.counts_steps:
+        return counter
     for entry in entries:
         param, state = entry.param, optimizer.state[entry.param]
         if optimizer.counts_steps:
@@ -53,9 +57,11 @@ def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], i
         for name in names:
             tensor = state.get(name)
             if tensor is None:
-                state[name] = torch.full_like(param, initial[name], memory_format=torch.preserve_format)
-            elif tensor.device != param.device or not layout.fits(param, tensor):
-                state[name] = layout.like(param, tensor)
+                state[name] = layout.like(
+                    param, torch.tensor(initial[name], dtype=param.dtype, device=param.device), entry.rows
+                )
+            elif tensor.device != param.device or not layout.fits(param, tensor, entry.rows):
+                state[name] = layout.like(param, tensor, entry.rows)
     return counter
 
 

@@ -343,6 +343,14 @@ class TestTorchDatabase(TestCase):
             assert optimizer.step() is None
 
     @compiled_and_eager
+    def test_autograd_sees_that_a_step_changed_the_parameters(self, device, dtype, optim_info, compile):
+        (param,) = parameters(dtype, ((3,),))
+        loss = (param * param).sum()
+        run(ours(optim_info, [param], compile), [param], range(1))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @compiled_and_eager
     def test_step_without_gradients_is_no_op(self, device, dtype, optim_info, compile):
         for kwargs in configurations(optim_info):
             params = parameters(dtype)

@@ -86,7 +86,12 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         return UpdateProgram(**{**fields, **changes})
 
     base = dict(
-        program=program(), device="cpu", dtypes=(torch.float32,) * 3, shared=((torch.float32, (1,)),), lane=cpu.SERIAL
+        program=program(),
+        device="cpu",
+        rank=1,
+        dtypes=(torch.float32,) * 3,
+        shared=((torch.float32, (1,)),),
+        lane=cpu.SERIAL,
     )
     variants = [
         {},
@@ -97,6 +102,7 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         {"program": program(scaled=True)},
         {"program": SquaredNormProgram(torch.float32)},
         {"device": "cuda"},
+        {"rank": 2},
         {"dtypes": (torch.float32, torch.bfloat16, torch.float32)},
         {"dtypes": (torch.float32,) * 4},
         {"shared": ((torch.float64, (1,)),)},
@@ -122,12 +128,12 @@ def test_one_unit_takes_every_length_and_an_incomplete_set_of_lanes(lane, size):
         options=(("decays", True), ("nesterov", True)),
         scaled=False,
     )
-    unit = get_backend("cpu").unit(Signature(program, "cpu", (torch.float32,) * 3, ((torch.float32, (4,)),), lane))
+    unit = get_backend("cpu").unit(Signature(program, "cpu", 1, (torch.float32,) * 3, ((torch.float32, (4,)),), lane))
     for lanes in range(1, lane.width + 1):
         torch.manual_seed(size)
         lists = [[torch.randn(max(size - i, 0)) for i in range(lanes)] for _ in range(3)]
         expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
-        unit.bind([tensor.numel() for tensor in lists[0]], lists[1:], [scalars])(lists[0])
+        unit.bind([tuple(tensor.shape) for tensor in lists[0]], lists[1:], [scalars])(lists[0])
         program(expected, [scalars])
         for actual, reference in zip(lists, expected, strict=True):
             assert_close(actual, reference, 1e-6)

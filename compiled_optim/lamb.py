@@ -1,0 +1,114 @@
+"""LAMB: Adam without bias correction whose step is scaled, tensor by tensor, to the norm of the weights."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from compiled_optim.checks import check_betas, check_lr, check_not_negative
+from compiled_optim.clip import Clip
+from compiled_optim.lists import TensorList, minus_scaled_, moments_, norms, plus_scaled, shifted
+from compiled_optim.optimizer import EngineOptions, Optimizer
+
+MAX_WEIGHT_NORM = 10.0
+
+
+class Lamb(Optimizer):
+    """LAMB (You et al., 2019), for training with very large batches.
+
+    ``u = m / (sqrt(v) + eps) + weight_decay * p`` and ``p -= lr * trust * u``, where trust is the norm of the weights,
+    at most 10, over the norm of ``u``, or 1 if either is zero. ``adam=True`` sets trust to 1.
+    ``use_global_grad_norm=True`` divides gradients by the norm of all gradients where that is above 1. For the options
+    common to all optimizers see :class:`~compiled_optim.Optimizer`.
+
+    >>> weight = torch.nn.Parameter(torch.full((4,), 2.0))
+    >>> opt = Lamb([weight], lr=0.5, compile=False)
+    >>> weight.sum().backward()
+    >>> opt.step()
+    >>> [round(value, 4) for value in weight.tolist()]
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | torch.nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam": adam,
+            "use_global_grad_norm": use_global_grad_norm,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **options)
+
+    def check(self, group: dict[str, Any]) -> None:
+        check_lr(group["lr"])
+        check_not_negative("epsilon value", group["eps"])
+        check_betas(group["betas"])
+        check_not_negative("weight_decay value", group["weight_decay"])
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def options(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {"decays": bool(group["weight_decay"] != 0), "trusts": not group["adam"]}
+
+    def clips(self, group: dict[str, Any], dtype: torch.dtype) -> list[Clip]:
+        unit_norm = [Clip(1.0, eps=0.0)] if group["use_global_grad_norm"] else []
+        return [*super().clips(group, dtype), *unit_norm]
+
+    def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
+        beta1, beta2 = map(float, group["betas"])
+        return {
+            "lr": float(group["lr"]),
+            "beta1": beta1,
+            "gain1": 1 - beta1,
+            "beta2": beta2,
+            "gain2": 1 - beta2,
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+        }
+
+    @staticmethod
+    def update(  # type: ignore[override]
+        params: TensorList,
+        grads: TensorList,
+        *,
+        exp_avg: TensorList,
+        exp_avg_sq: TensorList,
+        lr: Tensor,
+        beta1: Tensor,
+        gain1: Tensor,
+        beta2: Tensor,
+        gain2: Tensor,
+        eps: Tensor,
+        weight_decay: Tensor,
+        decays: bool,
+        trusts: bool,
+    ) -> None:
+        moments_(exp_avg, exp_avg_sq, grads, beta1, gain1, beta2, gain2)
+        step: TensorList = torch._foreach_div(exp_avg, shifted(torch._foreach_sqrt(exp_avg_sq), eps))
+        if decays:
+            step = plus_scaled(step, params, weight_decay)  # u = m / (sqrt(v) + eps) + wd p
+        if trusts:
+            trust = [
+                torch.where((weight > 0) & (length > 0), weight.clamp(max=MAX_WEIGHT_NORM) / length, 1.0)
+                for weight, length in zip(norms(params), norms(step), strict=True)
+            ]
+            step = torch._foreach_mul(step, trust)
+        minus_scaled_(params, step, lr)  # p -= lr trust u
