@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ SERIAL = Lane("serial", 4)
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
 
-COMMON_OPTIONS = {"size_asserts": False, "alignment_asserts": False}
-OPTIONS = {
+COMMON_OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+OPTIONS: dict[str, dict[str, Any]] = {
     # dynamic_threads: follow torch.set_num_threads at run time instead of compiling the number in
     PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS},
     SERIAL.kind: {"cpp.threads": 1, **COMMON_OPTIONS},

@@ -16,7 +16,7 @@ class CudaBackend(UnbuiltBackend):
 
     def available(self) -> Availability:
         """Say what is missing, from the hardware up."""
-        if not torch.backends.cuda.is_built():
+        if torch.version.cuda is None:
             return self.missing("this build of torch has no CUDA support")
         if not torch.cuda.is_available():
             return self.missing("torch sees no CUDA device")

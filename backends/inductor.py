@@ -97,7 +97,7 @@ def _compile(signature: Signature, lists: TensorLists, shared: Sequence[Tensor],
 
     def compiler(module: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
         inputs = _origins(module, lists, shared)
-        compiled = compile_fx(module, examples, config_patches=dict(options))
+        compiled: Any = compile_fx(module, examples, config_patches=dict(options))
         graphs.append(Graph(_innermost(compiled), inputs))
         return compiled
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.checks import check_lr, check_not_negative
 from compiled_optim.clip import Clip
 from compiled_optim.lamb import Lamb
-from compiled_optim.optimizer import EngineOptions, Optimizer
+from compiled_optim.optimizer import Optimizer, RunOptions
 
 
 def _linear(x: float, warmup: float) -> float:
@@ -27,10 +27,6 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_poly": lambda x, warmup: (1 - x) ** 0.5 if x <= 1 else 0.0,
 }
 """The factor of the learning rate after warm-up, by the share ``x`` of ``t_total`` that is done."""
-
-
-class BertAdamOptions(EngineOptions, total=False):
-    """As of all optimizers; ``max_grad_norm`` is an argument of BertAdam's own."""
 
 
 class BertAdam(Lamb):
@@ -65,7 +61,7 @@ class BertAdam(Lamb):
         max_grad_norm: float = 1.0,
         *,
         maximize: bool = False,
-        **options: Unpack[BertAdamOptions],
+        **options: Unpack[RunOptions],
     ) -> None:
         defaults = {
             "lr": lr,

@@ -41,17 +41,22 @@ TORCH_SWITCHES: dict[str, bool | None] = {
 }
 
 
-class EngineOptions(TypedDict, total=False):
+class RunOptions(TypedDict, total=False):
     """Keyword-only options that every optimizer takes after its own arguments."""
 
     compile: bool
     backend: str | Backend | None
     on_realloc: Literal["recompile", "raise"]
+
+
+class EngineOptions(RunOptions, total=False):
+    """The same for optimizers that have no ``max_grad_norm`` of their own."""
+
     max_grad_norm: float | None
 
 
 class TorchOptions(EngineOptions, total=False):
-    """The same, with torch.optim's switches, which are accepted and have no effect."""
+    """The same for optimizers torch also has: its switches are accepted and have no effect."""
 
     foreach: bool | None
     fused: bool | None
