@@ -95,7 +95,7 @@ def _compile(signature: Signature, lists: TensorLists, shared: Sequence[Tensor],
 
     graphs: list[Graph] = []
 
-    def compiler(module: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    def compiler(module: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
         inputs = _origins(module, lists, shared)
         compiled: Any = compile_fx(module, examples, config_patches=dict(options))
         graphs.append(Graph(_innermost(compiled), inputs))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_betas, check_lr, check_not_negative
-from compiled_optim.lists import TensorList, minus_scaled_, moments_, plus_scaled, shifted
+from compiled_optim.lists import TensorList, minus_scaled_, moments_, plus_scaled, settled, shifted
 from compiled_optim.optimizer import EngineOptions, Optimizer
 
 
@@ -143,4 +143,4 @@ def projection(param: Tensor, grad: Tensor, step: Tensor, delta: Tensor, eps: Te
     channel, layer = fired
     zero = torch.zeros_like(alongs[0])
     along = torch.where(channel, alongs[0], torch.where(layer, alongs[1], zero))
-    return along.unsqueeze(1), channel | layer
+    return settled(along).unsqueeze(1), settled(channel | layer)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_betas, check_lr, check_not_negative
 from compiled_optim.clip import Clip
-from compiled_optim.lists import TensorList, minus_scaled_, moments_, norms, plus_scaled, shifted
+from compiled_optim.lists import TensorList, minus_scaled_, moments_, norms, settled
 from compiled_optim.optimizer import EngineOptions, Optimizer
 
 MAX_WEIGHT_NORM = 10.0
@@ -102,13 +102,15 @@ class Lamb(Optimizer):
         trusts: bool,
     ) -> None:
         moments_(exp_avg, exp_avg_sq, grads, beta1, gain1, beta2, gain2)
-        step: TensorList = torch._foreach_div(exp_avg, shifted(torch._foreach_sqrt(exp_avg_sq), eps))
+        # tensor by tensor: only so does Inductor take both norms in the pass that computes the step
+        steps = [m / (v.sqrt() + eps) for m, v in zip(exp_avg, exp_avg_sq, strict=True)]  # u = m / (sqrt(v) + eps)
         if decays:
-            step = plus_scaled(step, params, weight_decay)  # u = m / (sqrt(v) + eps) + wd p
+            steps = [step + weight_decay * p for step, p in zip(steps, params, strict=True)]  # u += wd p
         if trusts:
             trust = [
-                torch.where((weight > 0) & (length > 0), weight.clamp(max=MAX_WEIGHT_NORM) / length, 1.0)
-                for weight, length in zip(norms(params), norms(step), strict=True)
+                settled(torch.where((weight > 0) & (length > 0), weight.clamp(max=MAX_WEIGHT_NORM) / length, 1.0))
+                for weight, length in zip(norms(params), norms(steps), strict=True)
             ]
-            step = torch._foreach_mul(step, trust)
-        minus_scaled_(params, step, lr)  # p -= lr trust u
+            minus_scaled_(params, torch._foreach_mul(steps, trust), lr)  # p -= lr trust u
+        else:
+            minus_scaled_(params, steps, lr)

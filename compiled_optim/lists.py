@@ -50,3 +50,11 @@ def moments_(
 def norms(tensors: TensorList) -> list[Tensor]:
     """The 2-norm of each tensor as a 0-dim tensor, summed in float64: in float32 a long sum would lose digits."""
     return [(tensor * tensor).sum(dtype=torch.float64).sqrt().to(tensor.dtype) for tensor in tensors]
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor itself, computed once: Inductor would compute a small result anew for every element that uses it.
+
+    To eager torch this is a view of the whole; in Inductor a view by strides exists only of memory, so it is stored.
+    """
+    return tensor.as_strided(tensor.shape, tensor.stride())

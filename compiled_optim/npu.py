@@ -6,7 +6,7 @@ optimizer. They run on whatever device the parameters are on.
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """The formulas of the optimizers torch does not have, in NumPy and float64, one tensor at a time, branches and all.
 
 Written from the papers' and the specification's formulas, not from the package. Each takes lists of arrays, the step
-count after it was incremented, and the hyperparameters; ``memory`` is a dict for each tensor that it keeps its states in.
+count after it was incremented, and the hyperparameters; ``memory`` is a dict for each tensor that it keeps states in.
 """
 
 from __future__ import annotations
