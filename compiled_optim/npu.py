@@ -65,7 +65,7 @@ class NpuFusedOptimizer(Optimizer):
         if not grads:
             return torch.tensor(0.0)
         each = [torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad.dtype)) for grad in grads]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(each[0]) for norm in each]), norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(each[0]) for norm in each]), norm_type)
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(coefficient.to(grad.device))

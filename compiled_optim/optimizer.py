@@ -179,8 +179,8 @@ class Optimizer(torch.optim.Optimizer):
             self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            for param in self.param_groups[-1]["params"]:
-                self.backend_for(param.device)
+            for device in dict.fromkeys(param.device for param in self.param_groups[-1]["params"]):
+                self.backend_for(device)
         except BackendUnavailableError:
             self.param_groups.pop()
             raise
@@ -221,7 +221,8 @@ class Optimizer(torch.optim.Optimizer):
         units = {id(unit): unit for batch in batches for unit in batch.units}
         if clipping is not None:
             units |= {id(unit): unit for unit in clipping.units}
-        in_use = dict.fromkeys(self.backend_for(param.device) for param in self._params())
+        devices = dict.fromkeys(param.device for param in self._params())
+        in_use = dict.fromkeys(self.backend_for(device) for device in devices)
         reports = [
             BatchReport(
                 tensors=len(batch.params),
