@@ -152,7 +152,8 @@ def test_units_are_made_once_and_shared(monkeypatch):
 
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
-    """As a damaged cache or another version of torch might bring: found out before any parameter is touched."""
+    """As another version of torch might bring: found out before any parameter is touched."""
+    monkeypatch.setattr(inductor.store, "load", lambda *args: None)
     original = inductor._compile
 
     def tampered(*args):

@@ -1,0 +1,99 @@
+"""Compiled graphs on disk, found again without tracing anything.
+
+Inductor's own cache is keyed by the traced graph: to look it up, Dynamo and AOTAutograd have to run, which takes a
+second and more in a fresh process. A signature says all that a graph depends on, so it can be looked up by that, and
+what is loaded is Inductor's generated module, from Inductor's cache directory. Everything is best effort: what cannot
+be read is compiled again, what cannot be written is not kept. Graphs from here are verified before use like new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compiled_optim
+from compiled_optim.backends.base import Signature
+
+Place = tuple[int, int]
+
+
+def load(
+    signature: Signature, settings: Mapping[str, Any]
+) -> tuple[Callable[[list[Any]], Sequence[torch.Tensor]], list[Place], int] | None:
+    """A graph's entry, the places of its inputs and its number of kernels, or None if it is not there."""
+    from torch._inductor.codecache import PyCodeCache
+
+    try:
+        record = json.loads(_path(signature, settings).read_text())
+        module = PyCodeCache.load_by_key_path(record["key"], str(_directory() / record["module"]))
+        return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def save(
+    signature: Signature,
+    settings: Mapping[str, Any],
+    run: Callable[[list[Any]], Sequence[torch.Tensor]],
+    inputs: Sequence[Place],
+    kernels: int,
+) -> None:
+    """Keep a graph for :func:`load`."""
+    try:
+        module = Path(inspect.getfile(run)).resolve().relative_to(_directory())
+        record = {"key": module.stem, "module": str(module), "inputs": list(inputs), "kernels": kernels}
+        path = _path(signature, settings)
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{id(record)}")
+        draft.write_text(json.dumps(record))
+        draft.replace(path)
+    except (OSError, TypeError, ValueError):
+        return
+
+
+def _directory() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()).resolve()
+
+
+def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
+    """Where the record of a graph lies; the name covers whatever the generated code depends on."""
+    from torch._inductor import config
+
+    program = signature.program
+    rule = getattr(program, "update", type(program))
+    parts = (
+        *(torch.__version__, torch.version.git_version, sys.version, platform.machine()),
+        torch.backends.cpu.get_cpu_capability(),
+        _sources(inspect.getsourcefile(rule)),
+        f"{rule.__module__}.{rule.__qualname__}",
+        repr([signature.dtypes, signature.shared, signature.rank, signature.lane, signature.device]),
+        repr([value for name, value in vars(program).items() if name not in ("name", "update")]),
+        repr(sorted(settings.items())),
+    )
+    digest = hashlib.sha256(pickle.dumps(config.save_config_portable()))
+    for part in parts:
+        digest.update(str(part).encode() + b"\0")
+    return _directory() / "compiled_optim" / f"{digest.hexdigest()}.json"
+
+
+@lru_cache
+def _sources(rule: str | None) -> str:
+    """A digest of this package's source and of the file a rule is written in."""
+    folders = [*map(Path, compiled_optim.__path__), Path(__file__).parent]
+    files = [path for folder in folders for path in folder.glob("*.py")]
+    digest = hashlib.sha256()
+    for path in sorted({*files, Path(rule)} if rule else files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
