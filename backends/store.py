@@ -37,7 +37,7 @@ def load(
         record = json.loads(_path(signature, settings).read_text())
         module = PyCodeCache.load_by_key_path(record["key"], str(_directory() / record["module"]))
         return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
-    except (OSError, ValueError, KeyError, AttributeError):
+    except Exception:  # whatever a stale or damaged file brings, compiling again is the answer
         return None
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from compiled_optim.backends import Call, Unit
 
 if TYPE_CHECKING:
+    from compiled_optim.collect import BatchSpec
     from compiled_optim.optimizer import Optimizer
-    from compiled_optim.plan import Batch, Survey
+    from compiled_optim.plan import Batch
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Clip:
 class Clipping:
     """The phase before the update that measures the gradients and sets each batch's scale."""
 
-    def __init__(self, optimizer: Optimizer, surveys: Sequence[Survey]) -> None:
+    def __init__(self, optimizer: Optimizer, specs: Sequence[BatchSpec]) -> None:
         self.units: list[Unit] = []
         self._calls: list[list[tuple[Call, list[int]]]] = []
-        for plan in surveys:
-            cuts, shapes = plan.cut(), plan.shapes()
-            units = [optimizer.obtain(plan.backend, plan.norm_signature(lane)) for lane, _ in cuts]
+        for spec in specs:
+            cuts, shapes = spec.cut(), spec.shapes()
+            units = [optimizer.obtain(spec.backend, spec.norm_signature(lane)) for lane, _ in cuts]
             self.units += units
             self._calls.append(
                 [
@@ -52,7 +53,7 @@ class Clipping:
     def run(self, optimizer: Optimizer, batches: Sequence[Batch], flats: Sequence[list[Tensor]]) -> Tensor:
         """Set the batches' gradient scale and return the norm of all gradients before clipping."""
         pools: dict[Hashable, Tensor] = {None: torch.zeros((), dtype=torch.float64, device="cpu")}
-        clips = [optimizer.clips(batch.survey.group, batch.survey.dtypes[0]) for batch in batches]
+        clips = [optimizer.clips(batch.spec.group, batch.spec.dtypes[0]) for batch in batches]
         for calls, grads, batch_clips in zip(self._calls, flats, clips, strict=True):
             square = pools[None].new_zeros(())
             for call, places in calls:
@@ -66,5 +67,5 @@ class Clipping:
             for clip in batch_clips:
                 norm = pools[clip.pool].sqrt() * scale
                 scale = scale * (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
-            batch.grad_scale.copy_(-scale if batch.survey.group["maximize"] else scale)
+            batch.grad_scale.copy_(-scale if batch.spec.group["maximize"] else scale)
         return pools[None].sqrt()

@@ -22,11 +22,12 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim import backends, states
 from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.clip import Clip
+from compiled_optim.collect import collect, describe
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.explain import BatchReport, Explanation
 from compiled_optim.guard import Change, Description, compare
 from compiled_optim.lists import TensorList
-from compiled_optim.plan import Plan, compile_units, describe, survey
+from compiled_optim.plan import Plan, compile_units
 from compiled_optim.program import UpdateProgram
 
 logger = logging.getLogger("compiled_optim")
@@ -212,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
         """Compile now what the first step will need, without making a step; assumes every parameter gets a gradient."""
         with torch.no_grad():
             params = [param.detach() for param in self._params()]
-            compile_units(self, survey(self, params))
+            compile_units(self, collect(self, params))
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
@@ -226,11 +227,11 @@ class Optimizer(torch.optim.Optimizer):
         reports = [
             BatchReport(
                 tensors=len(batch.params),
-                elements=sum(math.prod(shape) for shape in batch.survey.shapes()),
+                elements=sum(math.prod(shape) for shape in batch.spec.shapes()),
                 dtype=str(batch.params[0].dtype).removeprefix("torch."),
                 device=str(batch.params[0].device),
-                backend=batch.survey.backend.name,
-                units=", ".join(dict.fromkeys(str(batch.survey.signature(lane)) for lane, _ in batch.cuts)),
+                backend=batch.spec.backend.name,
+                units=", ".join(dict.fromkeys(str(batch.spec.signature(lane)) for lane, _ in batch.cuts)),
                 calls=len(batch.cuts) * (2 if clipping is not None else 1),
             )
             for batch in batches
@@ -323,7 +324,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for param, change in changes.items():
                 states.follow(self, param, change)
-            self._plan = Plan(self, survey(self, grads), params, grads)
+            self._plan = Plan(self, collect(self, grads), params, grads)
         except BaseException:
             self.state.update(kept)
             raise

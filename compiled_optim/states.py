@@ -14,9 +14,9 @@ from torch import Tensor
 from compiled_optim import layout
 
 if TYPE_CHECKING:
+    from compiled_optim.collect import Entry
     from compiled_optim.guard import Change
     from compiled_optim.optimizer import Optimizer
-    from compiled_optim.plan import Entry
 
 
 def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A first report: step times of SGD, Adam and AdamW against torch.optim, and what compiling costs.
+"""A first report: step times against torch.optim and other implementations, and what compiling costs.
 
 Contenders take turns round by round in one process, on copies of the same parameters with fresh gradients, and each is
 checked against the others before it is timed.
@@ -13,12 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from adamp import AdamP as PublishedAdamP
 from tabulate import tabulate
 
 import compiled_optim as co
+from perf.peers import ForeachLamb
 from perf.workloads import WORKLOADS
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {}, "AdamW": {}}
@@ -28,11 +31,20 @@ CASES = [
 ]
 SECONDS_PER_CASE = 5.0
 
+Maker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+USUAL: dict[str, tuple[Maker, Maker]] = {
+    "AdamP": (lambda p: co.AdamP(p, weight_decay=0.01), lambda p: PublishedAdamP(p, weight_decay=0.01)),
+    "Lamb": (lambda p: co.Lamb(p, weight_decay=0.01), lambda p: ForeachLamb(p, weight_decay=0.01)),
+    "BertAdam": (co.BertAdam, lambda p: ForeachLamb(p, weight_decay=0.01, trust=False, clip=1.0)),
+    "Adadelta": (co.Adadelta, lambda p: torch.optim.Adadelta(p, foreach=True)),
+    "RMSprop": (co.RMSprop, lambda p: torch.optim.RMSprop(p, foreach=True)),
+}
+
 
 class Contender:
     """An optimizer over its own copy of a workload's parameters."""
 
-    def __init__(self, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], values: list[torch.Tensor]) -> None:
+    def __init__(self, make: Maker, values: list[torch.Tensor]) -> None:
         self.params = [torch.nn.Parameter(value.clone()) for value in values]
         self.optimizer = make(self.params)
         self.seconds: list[float] = []
@@ -49,7 +61,7 @@ class Contender:
 def contenders(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
     """Ours, and torch's three implementations."""
     ours, theirs, options = getattr(co, name), getattr(torch.optim, name), OPTIMIZERS[name]
-    makers: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    makers: dict[str, Maker] = {
         "ours": lambda p: ours(p, **options),
         "ours eager": lambda p: ours(p, **options, compile=False),
         "torch fused": lambda p: theirs(p, **options, fused=True),
@@ -59,33 +71,39 @@ def contenders(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
     return {key: Contender(make, values) for key, make in makers.items()}
 
 
-def measure(name: str, workload: str) -> list[object]:
-    """Time one optimizer on one workload, the contenders in turn."""
+def against_the_usual(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
+    """Ours, and the implementation people use."""
+    ours, theirs = USUAL[name]
+    return {"ours": Contender(ours, values), "usual": Contender(theirs, values)}
+
+
+def race(
+    workload: str, enter: Callable[[list[torch.Tensor]], dict[str, Contender]], seconds: float
+) -> dict[str, Contender]:
+    """Time the contenders on one workload in turn, after making sure that they compute the same."""
     generator = torch.Generator().manual_seed(0)
     values, grads = ([torch.randn(shape, generator=generator) for shape in WORKLOADS[workload]()] for _ in range(2))
-    field = contenders(name, values)
+    field = enter(values)
     for _ in range(2):  # warm up, and make sure that all of them really step
         for contender in field.values():
             contender.step(grads)
     for key, contender in field.items():
-        for a, b in zip(contender.params, field["torch loop"].params, strict=True):
+        for a, b in zip(contender.params, field["ours"].params, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=f"{key} computes something else")
-    stop = time.perf_counter() + SECONDS_PER_CASE
+    stop = time.perf_counter() + seconds
     while len(field["ours"].seconds) < 5 or time.perf_counter() < stop:
         for contender in field.values():
             contender.seconds.append(contender.step(grads))
+    return field
+
+
+def row(workload: str, name: str, field: dict[str, Contender], baseline: str) -> list[object]:
+    """Median milliseconds of each, and the ratio of ours to the baseline with its quartiles."""
     medians = {key: statistics.median(contender.seconds) for key, contender in field.items()}
-    low, _, high = statistics.quantiles(
-        [a / b for a, b in zip(field["ours"].seconds, field["torch fused"].seconds, strict=True)]
-    )
-    ratio = f"{medians['ours'] / medians['torch fused']:.2f} ({low:.2f}-{high:.2f})"
-    return [
-        workload,
-        name,
-        *(f"{seconds * 1e3:.3f}" for seconds in medians.values()),
-        ratio,
-        len(field["ours"].seconds),
-    ]
+    ratios = [a / b for a, b in zip(field["ours"].seconds, field[baseline].seconds, strict=True)]
+    low, _, high = statistics.quantiles(ratios)
+    ratio = f"{medians['ours'] / medians[baseline]:.2f} ({low:.2f}-{high:.2f})"
+    return [workload, name, *(f"{seconds * 1e3:.3f}" for seconds in medians.values()), ratio, len(ratios)]
 
 
 FIRST_STEP = """
@@ -114,8 +132,19 @@ def main() -> None:
     """Print the report."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32\n")
     headers = ["workload", "optimizer", *contenders("SGD", [torch.zeros(1)]), "ours/fused (quartiles)", "rounds"]
-    rows = [measure(name, workload) for workload, name in CASES]
+    rows = [
+        row(workload, name, race(workload, partial(contenders, name), SECONDS_PER_CASE), "torch fused")
+        for workload, name in CASES
+    ]
     print("Step time in ms, median:\n")
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print("\nAgainst the usual implementation: pip's adamp, a foreach Lamb and BertAdam, torch's foreach:\n")
+    rows = [
+        row(workload, name, race(workload, partial(against_the_usual, name), 3.0), "usual")
+        for workload in ("resnet50", "gpt2_small")
+        for name in USUAL
+    ]
+    headers = ["workload", "optimizer", "ours", "usual", "ours/usual (quartiles)", "rounds"]
     print(tabulate(rows, headers=headers, disable_numparse=True))
     print("\nFirst step of AdamW, importing the compiler included:\n")
     rows = []

@@ -139,6 +139,23 @@ def test_gradients_that_cannot_be_used(kind, spoilt, message, stepped, compiled)
     assert int(optimizer.state[b]["step"]) == 1 + stepped
 
 
+def test_a_hyperparameter_spoilt_between_steps(compiled):
+    params = parameters([(3,), (2,)])
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = co.AdamW(groups, compile=compiled)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = Snapshot(optimizer)
+    groups[1]["lr"] = "fast"
+    with pytest.raises(ValueError, match="fast"):
+        optimizer.step()
+    assert before.unchanged()
+    groups[1]["lr"] = 0.1
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 2]
+
+
 def test_expanded_parameter(compiled):
     param = torch.nn.Parameter(torch.ones(1).expand(4))
     optimizer = co.SGD([param], compile=compiled)
