@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checks import check_betas, check_lr, check_not_negative
-from compiled_optim.lists import TensorList, minus_scaled_, moments_, plus_scaled, shifted
+from compiled_optim.checks import check_adam
+from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, plus_scaled, shifted
 from compiled_optim.optimizer import Optimizer, TorchOptions
 
 
@@ -56,10 +56,7 @@ class Adam(Optimizer):
         super().__init__(params, defaults, **options)
 
     def check(self, group: dict[str, Any]) -> None:
-        check_lr(group["lr"])
-        check_not_negative("epsilon value", group["eps"])
-        check_betas(group["betas"])
-        check_not_negative("weight_decay value", group["weight_decay"])
+        check_adam(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         moments = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -75,10 +72,7 @@ class Adam(Optimizer):
         return {
             "weight_decay": weight_decay,
             "shrink": 1 - lr * weight_decay,
-            "beta1": beta1,
-            "gain1": 1 - beta1,
-            "beta2": beta2,
-            "gain2": 1 - beta2,
+            **moment_scalars(beta1, beta2),
             "correction": 1 / math.sqrt(1 - beta2**step),
             "eps": float(group["eps"]),
             "step_size": lr / (1 - beta1**step),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checks import check_betas, check_lr, check_not_negative
-from compiled_optim.lists import TensorList, minus_scaled_, moments_, plus_scaled, settled, shifted
+from compiled_optim.checks import check_adam, check_not_negative
+from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, plus_scaled, settled, shifted
 from compiled_optim.optimizer import EngineOptions, Optimizer
 
 
@@ -59,10 +59,7 @@ class AdamP(Optimizer):
         super().__init__(params, defaults, **options)
 
     def check(self, group: dict[str, Any]) -> None:
-        check_lr(group["lr"])
-        check_not_negative("epsilon value", group["eps"])
-        check_betas(group["betas"])
-        check_not_negative("weight_decay value", group["weight_decay"])
+        check_adam(group)
         check_not_negative("delta value", group["delta"])
         check_not_negative("wd_ratio value", group["wd_ratio"])
 
@@ -79,10 +76,7 @@ class AdamP(Optimizer):
             "decay": lr * float(group["weight_decay"]),
             "wd_ratio": float(group["wd_ratio"]),
             "delta": float(group["delta"]),
-            "beta1": beta1,
-            "gain1": 1 - beta1,
-            "beta2": beta2,
-            "gain2": 1 - beta2,
+            **moment_scalars(beta1, beta2),
             "correction": 1 / math.sqrt(1 - beta2**step),
             "eps": float(group["eps"]),
             "step_size": lr / (1 - beta1**step),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -31,3 +32,11 @@ def check_betas(betas: Sequence[Number]) -> None:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
     if len({isinstance(beta, Tensor) for beta in betas}) > 1:
         raise ValueError("betas must be either both floats or both Tensors")
+
+
+def check_adam(group: dict[str, Any]) -> None:
+    """The hyperparameters of Adam and its relatives."""
+    check_lr(group["lr"])
+    check_not_negative("epsilon value", group["eps"])
+    check_betas(group["betas"])
+    check_not_negative("weight_decay value", group["weight_decay"])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checks import check_betas, check_lr, check_not_negative
+from compiled_optim.checks import check_adam
 from compiled_optim.clip import Clip
-from compiled_optim.lists import TensorList, minus_scaled_, moments_, norms, settled
+from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, norms, settled
 from compiled_optim.optimizer import EngineOptions, Optimizer
 
 MAX_WEIGHT_NORM = 10.0
@@ -57,10 +57,7 @@ class Lamb(Optimizer):
         super().__init__(params, defaults, **options)
 
     def check(self, group: dict[str, Any]) -> None:
-        check_lr(group["lr"])
-        check_not_negative("epsilon value", group["eps"])
-        check_betas(group["betas"])
-        check_not_negative("weight_decay value", group["weight_decay"])
+        check_adam(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -73,13 +70,9 @@ class Lamb(Optimizer):
         return [*super().clips(group, dtype), *unit_norm]
 
     def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
-        beta1, beta2 = map(float, group["betas"])
         return {
             "lr": float(group["lr"]),
-            "beta1": beta1,
-            "gain1": 1 - beta1,
-            "beta2": beta2,
-            "gain2": 1 - beta2,
+            **moment_scalars(*map(float, group["betas"])),
             "eps": float(group["eps"]),
             "weight_decay": float(group["weight_decay"]),
         }

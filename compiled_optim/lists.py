@@ -33,6 +33,11 @@ def minus_scaled_(tensors: TensorList, others: TensorList, scale: Tensor) -> Non
     torch._foreach_sub_(tensors, torch._foreach_mul(others, scale))
 
 
+def moment_scalars(beta1: float, beta2: float) -> dict[str, float]:
+    """The scalars of :func:`moments_`, by the names of its arguments."""
+    return {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
+
+
 def moments_(
     exp_avg: TensorList,
     exp_avg_sq: TensorList,
