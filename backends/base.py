@@ -61,6 +61,7 @@ class Unit(ABC):
     graphs: int = 1
     kernels: int = 0
     seconds: float = 0.0
+    from_disk: bool = False
 
     @abstractmethod
     def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:

@@ -44,6 +44,7 @@ class LaneUnit(Unit):
         self._signature = signature
         self.kernels = graph.kernels
         self.seconds = graph.seconds
+        self.from_disk = graph.from_disk
 
     def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Lay out the graph's arguments once; a call only puts the gradients into their places."""

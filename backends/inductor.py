@@ -48,6 +48,7 @@ class Graph:
     inputs: list[tuple[int, int]]
     kernels: int = 0
     seconds: float = 0.0
+    from_disk: bool = False
 
     def arguments(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> list[Any]:
         """The graph's inputs in its own order."""
@@ -68,7 +69,7 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
     settings = {**options, "hint": hint}
     with torch.inference_mode(False), torch.no_grad():
         known = store.load(signature, settings)
-        graph = Graph(*known) if known is not None else None
+        graph = Graph(*known, from_disk=True) if known is not None else None
         if graph is None or not _agrees(signature, graph):
             graph = _compile(signature, hint, options)
             if not _agrees(signature, graph):

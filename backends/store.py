@@ -33,6 +33,8 @@ def load(
     """A graph's entry, the places of its inputs and its number of kernels, or None if it is not there."""
     from torch._inductor.codecache import PyCodeCache
 
+    if not _covered(signature):
+        return None
     try:
         record = json.loads(_path(signature, settings).read_text())
         module = PyCodeCache.load_by_key_path(record["key"], str(_directory() / record["module"]))
@@ -49,6 +51,8 @@ def save(
     kernels: int,
 ) -> None:
     """Keep a graph for :func:`load`."""
+    if not _covered(signature):
+        return
     try:
         module = Path(inspect.getfile(run)).resolve().relative_to(_directory())
         record = {"key": module.stem, "module": str(module), "inputs": list(inputs), "kernels": kernels}
@@ -61,6 +65,16 @@ def save(
         return
 
 
+def _rule(signature: Signature) -> Any:
+    """What a program's source is: its update rule, or its class."""
+    return getattr(signature.program, "update", type(signature.program))
+
+
+def _covered(signature: Signature) -> bool:
+    """Whether the name of the record covers the rule: a user's rule may depend on more than its own source."""
+    return str(_rule(signature).__module__).split(".")[0] == compiled_optim.__name__
+
+
 def _directory() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -71,12 +85,11 @@ def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
     """Where the record of a graph lies; the name covers whatever the generated code depends on."""
     from torch._inductor import config
 
-    program = signature.program
-    rule = getattr(program, "update", type(program))
+    program, rule = signature.program, _rule(signature)
     parts = (
         *(torch.__version__, torch.version.git_version, sys.version, platform.machine()),
         torch.backends.cpu.get_cpu_capability(),
-        _sources(inspect.getsourcefile(rule)),
+        _sources(),
         f"{rule.__module__}.{rule.__qualname__}",
         repr([signature.dtypes, signature.shared, signature.rank, signature.lane, signature.device]),
         repr([value for name, value in vars(program).items() if name not in ("name", "update")]),
@@ -89,11 +102,11 @@ def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
 
 
 @lru_cache
-def _sources(rule: str | None) -> str:
-    """A digest of this package's source and of the file a rule is written in."""
+def _sources() -> str:
+    """A digest of this package's source."""
     folders = [*map(Path, compiled_optim.__path__), Path(__file__).parent]
     files = [path for folder in folders for path in folder.glob("*.py")]
     digest = hashlib.sha256()
-    for path in sorted({*files, Path(rule)} if rule else files):
+    for path in sorted(files):
         digest.update(path.read_bytes())
     return digest.hexdigest()

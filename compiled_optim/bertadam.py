@@ -83,6 +83,10 @@ class BertAdam(Lamb):
             raise ValueError(f"Invalid schedule parameter: {group['schedule']}")
         if not (0.0 <= group["warmup"] < 1.0 or group["warmup"] == -1):
             raise ValueError(f"Invalid warmup: {group['warmup']}")
+        if not (group["t_total"] > 0 or group["t_total"] == -1):
+            raise ValueError(f"Invalid t_total value: {group['t_total']}")
+        if group["max_grad_norm"] is None or math.isnan(group["max_grad_norm"]):
+            raise ValueError(f"Invalid max_grad_norm value: {group['max_grad_norm']}; -1 means no clipping")
         for name in ("b1", "b2"):
             if not 0.0 <= group[name] < 1.0:
                 raise ValueError(f"Invalid {name} parameter: {group[name]}")

@@ -25,6 +25,8 @@ def check_not_negative(name: str, value: Number) -> None:
 
 def check_betas(betas: Sequence[Number]) -> None:
     """Decay rates lie in [0, 1) and are both numbers or both tensors."""
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}; two values are needed")
     for i, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{i}] must be 1-element")

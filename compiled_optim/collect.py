@@ -88,8 +88,11 @@ def collect(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[BatchS
     for entry, number, wave in zip(entries, groups, overlap_waves(entries), strict=True):
         group, program = optimizer.param_groups[number], programs[number]
         known = states.known(optimizer, entry, program.states)
-        dtype = layout.real_dtype(entry.param)
-        dtypes = (dtype, dtype, *(layout.real_dtype(known.get(name, entry.param)) for name in program.states))
+        grad = grads[entry.index]
+        assert grad is not None
+        used = [layout.paired_dtype(entry.param, grad), entry.param.dtype]
+        used += [known.get(name, entry.param).dtype for name in program.states]
+        dtypes = tuple(map(layout.real_dtype, used))
         steps = states.steps_taken(optimizer, entry, program.states)
         key = (number, entry.param.device, dtypes, steps, wave, entry.rows)
         if key not in specs:
@@ -127,8 +130,9 @@ def refuse(optimizer: str, entry: Entry, grad: Tensor) -> None:
 
 def describe(group: dict[str, Any], number: int, position: int) -> str:
     """How messages name a parameter: by its name if known, else by group and index."""
-    if "param_names" in group:
-        return f"parameter {group['param_names'][position]!r}"
+    names = group.get("param_names", ())
+    if len(names) == len(group["params"]):  # else the list was edited, and the names are no longer theirs
+        return f"parameter {names[position]!r}"
     return f"parameter {position} of group {number}"
 
 

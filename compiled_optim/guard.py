@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Description(NamedTuple):
-    """What can be told apart about a tensor without looking at its values."""
+    """What can be told apart about a strided tensor without looking at its values."""
 
     address: int
     shape: tuple[int, ...]
@@ -29,9 +29,7 @@ class Description(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Description:
         """Describe a tensor."""
-        address = tensor.data_ptr() if tensor.layout == torch.strided else 0
-        strides = tensor.stride() if tensor.layout == torch.strided else ()
-        return cls(address, tuple(tensor.shape), strides, tensor.dtype, tensor.device)
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,26 @@ def compare(name: str, before: Description, after: Description) -> Change | None
 class Guard:
     """What one plan assumes about tensors that others can change."""
 
-    def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]) -> None:
-        self.descriptions = {param: Description.of(param) for param in params}
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: Mapping[Any, Any],
+        bound: Sequence[Tensor],
+    ) -> None:
+        """Remember parameters and states by identity, and what is bound, parameters and states, by memory too."""
         self._params = list(params)
         self._absent = [grad is None for grad in grads]
         self._state = _state_values(state)
-        tensors = [*params, *(value for value in self._state if isinstance(value, Tensor))]
-        self._moving = list({id(tensor): tensor for tensor in tensors}.values())
-        self._addresses = list(map(Tensor.data_ptr, self._moving))
-        self._same_metadata = metadata_check([*params, *(grad for grad in grads if grad is not None)])
+        self._bound = list(bound)
+        self._addresses = list(map(Tensor.data_ptr, self._bound))
+        self._same_metadata = metadata_check(self._described(grads))
+        self.descriptions = {
+            param: Description.of(param) for param, grad in zip(params, grads, strict=True) if grad is not None
+        }
+
+    def _described(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        return [*self._bound, *(grad for grad in grads if grad is not None)]
 
     def holds(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]) -> bool:
         """Whether nothing has changed that the plan depends on."""
@@ -80,8 +89,8 @@ class Guard:
             and [grad is None for grad in grads] == self._absent
             and len(current_state) == len(self._state)
             and all(map(is_, current_state, self._state))
-            and list(map(Tensor.data_ptr, self._moving)) == self._addresses
-            and self._same_metadata([*params, *(grad for grad in grads if grad is not None)])
+            and list(map(Tensor.data_ptr, self._bound)) == self._addresses
+            and self._same_metadata(self._described(grads))
         )
 
 

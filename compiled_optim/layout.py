@@ -60,9 +60,22 @@ def like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | None = 
     return copy.copy_(source)
 
 
-def real_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of :func:`view`."""
-    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+def full(param: Tensor, value: float, rows: bool) -> Tensor:
+    """A tensor laid out as the parameter's home that holds one value, in the real and the imaginary part if complex."""
+    tensor = torch.empty_strided(param.shape, home_strides(param, rows), dtype=param.dtype, device=param.device)
+    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(value)
+    return tensor
+
+
+def paired_dtype(param: Tensor, grad: Tensor) -> torch.dtype:
+    """The dtype in which a gradient is used: its own, which may be wider than the parameter's, if it is of its kind."""
+    alike = grad.is_complex() == param.is_complex() and (grad.is_complex() or grad.is_floating_point())
+    return grad.dtype if alike else param.dtype
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a :func:`view`."""
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def has_lazy_bits(tensor: Tensor) -> bool:

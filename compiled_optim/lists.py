@@ -18,6 +18,11 @@ def blend_(averages: TensorList, decay: Tensor, values: TensorList, gain: Tensor
     torch._foreach_add_(averages, torch._foreach_mul(values, gain))
 
 
+def approach_(averages: TensorList, values: TensorList, gain: Tensor) -> None:
+    """``averages += gain * (values - averages)``, in place: as :func:`blend_`, and exact where both are equal."""
+    torch._foreach_add_(averages, torch._foreach_mul(torch._foreach_sub(values, averages), gain))
+
+
 def shifted(tensors: TensorList, offset: Tensor) -> TensorList:
     """``tensors + offset``."""
     return torch._foreach_add(tensors, [offset] * len(tensors))

@@ -167,7 +167,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        # states made in inference mode could never be stepped outside of it
+        with torch.inference_mode(False), torch.no_grad():
             params = self._params()
             grads = [param.grad for param in params]
             self._current_plan(params, grads).run(self, grads)
@@ -297,7 +298,8 @@ class Optimizer(torch.optim.Optimizer):
         if new and backend.compiles:
             self._compile_seconds += unit.seconds
             self._recompiles += self._stepped
-            logger.info("compiled %s for %s in %.1f s", signature, signature.device, unit.seconds)
+            how = "loaded" if unit.from_disk else "compiled"
+            logger.info("%s %s for %s in %.1f s", how, signature, signature.device, unit.seconds)
         return unit
 
     # ---- inside
@@ -324,10 +326,14 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for param, change in changes.items():
                 states.follow(self, param, change)
-            self._plan = Plan(self, collect(self, grads), params, grads)
+            plan = Plan(self, collect(self, grads), params, grads)
         except BaseException:
             self.state.update(kept)
             raise
+        if self._plan is not None:  # a parameter without a gradient in this step is still one we know
+            moved = {param: Description.of(param) for param in changes}
+            plan.guard.descriptions = {**self._plan.guard.descriptions, **moved, **plan.guard.descriptions}
+        self._plan = plan
         for change in changes.values():
             logger.warning("%s follows a reallocated parameter: %s", type(self).__name__, change)
             self._events.append(str(change))

@@ -41,9 +41,10 @@ class Batch:
         self.scalars = Scalars(len(spec.program.scalars), dtype)
         self.grad_scale = torch.full((), -1.0 if spec.group["maximize"] else 1.0, dtype=dtype, device="cpu")
         shared = [self.scalars.tensor, self.grad_scale] if spec.program.scaled else [self.scalars.tensor]
+        lists = [[optimizer.state[param][name] for param in self.params] for name in spec.program.states]
+        self.states = [state for tensors in lists for state in tensors]
         homes = [[self._home(param) for param in self.params]]
-        for name in spec.program.states:
-            homes.append([layout.view(optimizer.state[param][name], spec.rows) for param in self.params])
+        homes += [[layout.view(state, spec.rows) for state in tensors] for tensors in lists]
         shapes = spec.shapes()
         self.cuts = spec.cut()
         self.units = [optimizer.obtain(spec.backend, spec.signature(lane)) for lane, _ in self.cuts]
@@ -68,12 +69,12 @@ class Batch:
 
     def run(self, flats: list[Tensor]) -> None:
         """Update the parameters and states in place."""
-        if self._scattered:
-            torch._foreach_copy_(self._scratch, self._scattered)
+        for scratch, param in zip(self._scratch, self._scattered, strict=True):
+            scratch.copy_(param)
         for call, (_, places) in zip(self._calls, self.cuts, strict=True):
             call([flats[i] for i in places])
-        if self._scattered:
-            torch._foreach_copy_(self._scattered, self._scratch)
+        for scratch, param in zip(self._scratch, self._scattered, strict=True):
+            param.copy_(scratch)
         self.steps += 1
         self.counter.fill_(self.steps)
         self._counter_version = self.counter._version
@@ -97,14 +98,15 @@ class Batch:
         for param, i in zip(self.params, self._indices, strict=True):
             grad = grads[i]
             assert grad is not None
-            fits = grad.dtype == param.dtype and layout.fits(param, grad, rows)
+            dtype = layout.paired_dtype(param, grad)
+            fits = grad.dtype == dtype and layout.fits(param, grad, rows)
             plain = plain and fits and grad.is_contiguous() and not grad.is_complex()
-            views.append(partial(layout.view, rows=rows) if fits else partial(_refitted, param, rows))
+            views.append(partial(layout.view, rows=rows) if fits else partial(_refitted, param, rows, dtype))
         return None if plain else views
 
 
-def _refitted(param: Tensor, rows: bool, grad: Tensor) -> Tensor:
-    return layout.view(layout.like(param, grad, rows, dtype=param.dtype), rows)
+def _refitted(param: Tensor, rows: bool, dtype: torch.dtype, grad: Tensor) -> Tensor:
+    return layout.view(layout.like(param, grad, rows, dtype), rows)
 
 
 def compile_units(optimizer: Optimizer, specs: Sequence[BatchSpec]) -> None:
@@ -131,13 +133,20 @@ class Plan:
         self.clipping = Clipping(optimizer, specs) if optimizer.clips_any() else None
         self.batches = [Batch(optimizer, spec, grads) for spec in specs]
         self._written = [param for batch in self.batches for param in batch.params]
+        self._groups = [(group, len(group["params"])) for group in optimizer.param_groups]
         self._variants = optimizer.variants()
-        self.guard = Guard(params, grads, optimizer.state)
+        bound = [*self._written, *(state for batch in self.batches for state in batch.states)]
+        self.guard = Guard(params, grads, optimizer.state, bound)
 
     def fits(self, optimizer: Optimizer, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether the plan still describes the optimizer."""
+        groups = optimizer.param_groups
         return (
-            self.guard.holds(params, grads, optimizer.state)
+            len(groups) == len(self._groups)
+            and all(
+                group is old and len(group["params"]) == n for group, (old, n) in zip(groups, self._groups, strict=True)
+            )
+            and self.guard.holds(params, grads, optimizer.state)
             and self._variants == optimizer.variants()
             and all(batch.in_step() for batch in self.batches)
         )
@@ -147,8 +156,8 @@ class Plan:
         flats = [batch.flatten(grads) for batch in self.batches]
         for batch in self.batches:
             batch.prepare(optimizer)
-        if self.clipping is not None:
-            optimizer.last_grad_norm = self.clipping.run(optimizer, self.batches, flats)
+        clipping = self.clipping
+        optimizer.last_grad_norm = clipping.run(optimizer, self.batches, flats) if clipping is not None else None
         for batch, batch_flats in zip(self.batches, flats, strict=True):
             batch.run(batch_flats)
         # compiled code writes through pointers: tell autograd, which tracks in-place changes by version

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_lr, check_not_negative
-from compiled_optim.lists import TensorList, blend_, minus_scaled_, plus_scaled, shifted
+from compiled_optim.lists import TensorList, approach_, blend_, minus_scaled_, plus_scaled, shifted
 from compiled_optim.optimizer import EngineOptions, Optimizer, TorchOptions
 
 
@@ -98,7 +98,7 @@ class RMSprop(Optimizer):
         blend_(square_avg, alpha, torch._foreach_mul(grads, grads), gain)  # s = alpha s + (1 - alpha) g²
         variance = square_avg
         if grad_avg is not None:
-            blend_(grad_avg, alpha, grads, gain)  # a = alpha a + (1 - alpha) g
+            approach_(grad_avg, grads, gain)  # a += (1 - alpha) (g - a)
             variance = torch._foreach_sub(square_avg, torch._foreach_mul(grad_avg, grad_avg))  # s - a²
         root = torch._foreach_sqrt(variance)
         direction: TensorList = torch._foreach_div(grads, shifted(root, eps))  # g / (sqrt(s) + eps)
@@ -190,13 +190,10 @@ class RMSpropTF(RMSprop):
             grads = plus_scaled(grads, params, weight_decay)  # g += wd p
         if decoupled:
             torch._foreach_mul_(params, shrink)  # p *= 1 - wd
-        squares = torch._foreach_mul(grads, grads)
-        move = torch._foreach_mul(torch._foreach_sub(squares, square_avg), gain)
-        torch._foreach_add_(square_avg, move)  # s += (1 - alpha) (g² - s)
+        approach_(square_avg, torch._foreach_mul(grads, grads), gain)  # s += (1 - alpha) (g² - s)
         variance = square_avg
         if grad_avg is not None:
-            move = torch._foreach_mul(torch._foreach_sub(grads, grad_avg), gain)
-            torch._foreach_add_(grad_avg, move)  # a += (1 - alpha) (g - a)
+            approach_(grad_avg, grads, gain)  # a += (1 - alpha) (g - a)
             variance = torch._foreach_sub(square_avg, torch._foreach_mul(grad_avg, grad_avg))  # s - a²
         root = torch._foreach_sqrt(shifted(variance, eps))
         direction: TensorList = torch._foreach_div(grads, root)  # g / sqrt(s + eps)

@@ -57,9 +57,7 @@ def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], i
         for name in names:
             tensor = state.get(name)
             if tensor is None:
-                state[name] = layout.like(
-                    param, torch.tensor(initial[name], dtype=param.dtype, device=param.device), entry.rows
-                )
+                state[name] = layout.full(param, initial[name], entry.rows)
             elif tensor.device != param.device or not layout.fits(param, tensor, entry.rows):
                 state[name] = layout.like(param, tensor, entry.rows)
     return counter
