@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compiled_optim.backends import Call, Unit
-
 if TYPE_CHECKING:
     from compiled_optim.collect import BatchSpec
     from compiled_optim.optimizer import Optimizer
@@ -37,27 +35,16 @@ class Clipping:
     """The phase before the update that measures the gradients and sets each batch's scale."""
 
     def __init__(self, optimizer: Optimizer, specs: Sequence[BatchSpec]) -> None:
-        self.units: list[Unit] = []
-        self._calls: list[list[tuple[Call, list[int]]]] = []
-        for spec in specs:
-            cuts, shapes = spec.cut(), spec.shapes()
-            units = [optimizer.obtain(spec.backend, spec.norm_signature(lane)) for lane, _ in cuts]
-            self.units += units
-            self._calls.append(
-                [
-                    (unit.bind([shapes[i] for i in places], [], []), places)
-                    for unit, (_, places) in zip(units, cuts, strict=True)
-                ]
-            )
+        self.calls = [spec.bind(optimizer, spec.norm_signature) for spec in specs]
 
     def run(self, optimizer: Optimizer, batches: Sequence[Batch], flats: Sequence[list[Tensor]]) -> Tensor:
         """Set the batches' gradient scale and return the norm of all gradients before clipping."""
         pools: dict[Hashable, Tensor] = {None: torch.zeros((), dtype=torch.float64, device="cpu")}
         clips = [optimizer.clips(batch.spec.group, batch.spec.dtypes[0]) for batch in batches]
-        for calls, grads, batch_clips in zip(self._calls, flats, clips, strict=True):
+        for calls, grads, batch_clips in zip(self.calls, flats, clips, strict=True):
             square = pools[None].new_zeros(())
-            for call, places in calls:
-                part = call([grads[i] for i in places])
+            for call in calls:
+                part = call(grads)
                 assert part is not None
                 square += part.to(square.device)
             for pool in dict.fromkeys([None, *(clip.pool for clip in batch_clips)]):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_optim import layout, states
-from compiled_optim.backends import Backend, Lane, Signature
-from compiled_optim.program import SquaredNormProgram, UpdateProgram, compute_dtype
+from compiled_optim.backends import Backend, Call, Lane, Signature, Unit
+from compiled_optim.program import SquaredNormProgram, TensorLists, UpdateProgram, compute_dtype
 
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
@@ -26,6 +26,19 @@ class Entry:
     name: str
     param: Tensor
     rows: bool
+
+
+class BoundCall(NamedTuple):
+    """One call of a step: its unit and signature, and which of the batch's tensors it takes."""
+
+    unit: Unit
+    signature: Signature
+    places: list[int]
+    call: Call
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """Run it on the batch's gradients."""
+        return self.call([grads[i] for i in self.places])
 
 
 @dataclass
@@ -60,6 +73,22 @@ class BatchSpec:
         """The signature of the norm of this batch's gradients on one lane."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
         return Signature(program, self._device_type(), 1 + self.rows, self.dtypes[:1], (), lane)
+
+    def bind(
+        self,
+        optimizer: Optimizer,
+        signature: Callable[[Lane], Signature],
+        lists: TensorLists = (),
+        shared: Sequence[Tensor] = (),
+    ) -> list[BoundCall]:
+        """Cut the batch into calls of the signature's unit, everything but the gradients fixed."""
+        shapes = self.shapes()
+        calls = []
+        for lane, places in self.cut():
+            unit = optimizer.obtain(self.backend, signature(lane))
+            part = [[tensors[i] for i in places] for tensors in lists]
+            calls.append(BoundCall(unit, signature(lane), places, unit.bind([shapes[i] for i in places], part, shared)))
+        return calls
 
     def _device_type(self) -> str:
         return self.entries[0].param.device.type

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from compiled_optim.backends import Backend
+    from compiled_optim.plan import Batch, Plan
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,19 @@ class BatchReport:
     backend: str
     units: str
     calls: int
+
+    @classmethod
+    def of(cls, batch: Batch, calls: int) -> BatchReport:
+        """Report on a batch that makes so many calls a step."""
+        return cls(
+            tensors=len(batch.params),
+            elements=sum(math.prod(shape) for shape in batch.spec.shapes()),
+            dtype=str(batch.params[0].dtype).removeprefix("torch."),
+            device=str(batch.params[0].device),
+            backend=batch.spec.backend.name,
+            units=", ".join(dict.fromkeys(str(call.signature) for call in batch.calls)),
+            calls=calls,
+        )
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,36 @@ class Explanation:
     recompiles: int
     events: tuple[str, ...]
     batches: tuple[BatchReport, ...]
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: str,
+        backends: Sequence[Backend],
+        plan: Plan | None,
+        compile_seconds: float,
+        recompiles: int,
+        events: Sequence[str],
+    ) -> Explanation:
+        """Explain a plan, or that there is none yet."""
+        batches = plan.batches if plan is not None else []
+        measuring = plan.clipping.calls if plan is not None and plan.clipping is not None else [[] for _ in batches]
+        calls = [[*batch.calls, *norms] for batch, norms in zip(batches, measuring, strict=True)]
+        units = {id(call.unit): call.unit for batch_calls in calls for call in batch_calls}
+        return cls(
+            optimizer=optimizer,
+            mode="compiled" if any(backend.compiles for backend in backends) else "eager",
+            backends=tuple(backend.name for backend in backends),
+            graphs=sum(unit.graphs for unit in units.values()),
+            kernels=sum(unit.kernels for unit in units.values()),
+            calls_per_step=sum(map(len, calls)),
+            compile_seconds=compile_seconds,
+            recompiles=recompiles,
+            events=tuple(events),
+            batches=tuple(
+                BatchReport.of(batch, len(batch_calls)) for batch, batch_calls in zip(batches, calls, strict=True)
+            ),
+        )
 
     def __str__(self) -> str:
         summary = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, overload
@@ -24,7 +23,7 @@ from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect, describe
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
-from compiled_optim.explain import BatchReport, Explanation
+from compiled_optim.explain import Explanation
 from compiled_optim.guard import Change, Description, compare
 from compiled_optim.lists import TensorList
 from compiled_optim.plan import Plan, compile_units
@@ -218,37 +217,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
-        batches = self._plan.batches if self._plan is not None else []
-        clipping = self._plan.clipping if self._plan is not None else None
-        units = {id(unit): unit for batch in batches for unit in batch.units}
-        if clipping is not None:
-            units |= {id(unit): unit for unit in clipping.units}
         devices = dict.fromkeys(param.device for param in self._params())
         in_use = dict.fromkeys(self.backend_for(device) for device in devices)
-        reports = [
-            BatchReport(
-                tensors=len(batch.params),
-                elements=sum(math.prod(shape) for shape in batch.spec.shapes()),
-                dtype=str(batch.params[0].dtype).removeprefix("torch."),
-                device=str(batch.params[0].device),
-                backend=batch.spec.backend.name,
-                units=", ".join(dict.fromkeys(str(batch.spec.signature(lane)) for lane, _ in batch.cuts)),
-                calls=len(batch.cuts) * (2 if clipping is not None else 1),
-            )
-            for batch in batches
-        ]
-        return Explanation(
-            optimizer=type(self).__name__,
-            mode="compiled" if any(backend.compiles for backend in in_use) else "eager",
-            backends=tuple(backend.name for backend in in_use),
-            graphs=sum(unit.graphs for unit in units.values()),
-            kernels=sum(unit.kernels for unit in units.values()),
-            calls_per_step=sum(report.calls for report in reports),
-            compile_seconds=self._compile_seconds,
-            recompiles=self._recompiles,
-            events=tuple(self._events),
-            batches=tuple(reports),
-        )
+        record = (self._compile_seconds, self._recompiles, self._events)
+        return Explanation.of(type(self).__name__, list(in_use), self._plan, *record)
 
     # ---- what the plan asks for
 

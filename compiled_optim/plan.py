@@ -45,13 +45,7 @@ class Batch:
         self.states = [state for tensors in lists for state in tensors]
         homes = [[self._home(param) for param in self.params]]
         homes += [[layout.view(state, spec.rows) for state in tensors] for tensors in lists]
-        shapes = spec.shapes()
-        self.cuts = spec.cut()
-        self.units = [optimizer.obtain(spec.backend, spec.signature(lane)) for lane, _ in self.cuts]
-        self._calls = [
-            unit.bind([shapes[i] for i in places], [[home[i] for i in places] for home in homes], shared)
-            for unit, (_, places) in zip(self.units, self.cuts, strict=True)
-        ]
+        self.calls = spec.bind(optimizer, spec.signature, homes, shared)
 
     def in_step(self) -> bool:
         """Whether the step counter still holds what this batch last wrote there."""
@@ -71,8 +65,8 @@ class Batch:
         """Update the parameters and states in place."""
         for scratch, param in zip(self._scratch, self._scattered, strict=True):
             scratch.copy_(param)
-        for call, (_, places) in zip(self._calls, self.cuts, strict=True):
-            call([flats[i] for i in places])
+        for call in self.calls:
+            call(flats)
         for scratch, param in zip(self._scratch, self._scattered, strict=True):
             param.copy_(scratch)
         self.steps += 1

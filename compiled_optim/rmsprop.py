@@ -13,6 +13,14 @@ from compiled_optim.lists import TensorList, approach_, blend_, minus_scaled_, p
 from compiled_optim.optimizer import EngineOptions, Optimizer, TorchOptions
 
 
+def variance(square_avg: TensorList, grad_avg: TensorList | None, grads: TensorList, gain: Tensor) -> TensorList:
+    """The mean square, or less the squared mean if that is kept, which is updated here."""
+    if grad_avg is None:
+        return square_avg
+    approach_(grad_avg, grads, gain)  # a += (1 - alpha) (g - a)
+    return torch._foreach_sub(square_avg, torch._foreach_mul(grad_avg, grad_avg))  # s - a²
+
+
 class RMSprop(Optimizer):
     """Drop-in for :class:`torch.optim.RMSprop` (Hinton, 2012).
 
@@ -96,11 +104,7 @@ class RMSprop(Optimizer):
         if decays:
             grads = plus_scaled(grads, params, weight_decay)  # g += wd p
         blend_(square_avg, alpha, torch._foreach_mul(grads, grads), gain)  # s = alpha s + (1 - alpha) g²
-        variance = square_avg
-        if grad_avg is not None:
-            approach_(grad_avg, grads, gain)  # a += (1 - alpha) (g - a)
-            variance = torch._foreach_sub(square_avg, torch._foreach_mul(grad_avg, grad_avg))  # s - a²
-        root = torch._foreach_sqrt(variance)
+        root = torch._foreach_sqrt(variance(square_avg, grad_avg, grads, gain))
         direction: TensorList = torch._foreach_div(grads, shifted(root, eps))  # g / (sqrt(s) + eps)
         if momentum_buffer is not None:
             torch._foreach_mul_(momentum_buffer, momentum)
@@ -191,11 +195,7 @@ class RMSpropTF(RMSprop):
         if decoupled:
             torch._foreach_mul_(params, shrink)  # p *= 1 - wd
         approach_(square_avg, torch._foreach_mul(grads, grads), gain)  # s += (1 - alpha) (g² - s)
-        variance = square_avg
-        if grad_avg is not None:
-            approach_(grad_avg, grads, gain)  # a += (1 - alpha) (g - a)
-            variance = torch._foreach_sub(square_avg, torch._foreach_mul(grad_avg, grad_avg))  # s - a²
-        root = torch._foreach_sqrt(shifted(variance, eps))
+        root = torch._foreach_sqrt(shifted(variance(square_avg, grad_avg, grads, gain), eps))
         direction: TensorList = torch._foreach_div(grads, root)  # g / sqrt(s + eps)
         if momentum_buffer is None or lr_in_momentum:
             direction = torch._foreach_mul(direction, lr)
