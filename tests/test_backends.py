@@ -111,9 +111,10 @@ def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
-def test_a_disabled_compiler_is_an_error_not_a_silent_eager_run(variable):
+def test_a_disabled_compiler_is_an_error_not_a_silent_eager_run(variable, tmp_path):
+    """Where there is something to compile, that is: a unit found on disk is compiled code and needs no compiler."""
     code = NO_COMPILER.replace("co.AdamW(params)\n", "co.AdamW(params).warmup()\n", 1)
-    message = run_python(code, **{variable: "1"})
+    message = run_python(code, **{variable: "1"}, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert "torch.compile did not compile" in message
 
 
