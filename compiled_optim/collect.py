@@ -97,16 +97,15 @@ class BatchSpec:
 def collect(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[BatchSpec]:
     """Sort the parameters that have a gradient into batches, or raise; nothing is changed either way."""
     entries, groups, seen = [], [], set()
-    index = 0
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            # torch warns about a parameter listed twice; it is stepped once
-            if grads[index] is not None and id(param) not in seen:
-                seen.add(id(param))
-                rows = optimizer.rowwise and param.ndim > 1
-                entries.append(Entry(index, describe(group, number, position), param, rows))
-                groups.append(number)
-            index += 1
+    names = optimizer.parameter_names()
+    numbered = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    for index, (number, param) in enumerate(numbered):
+        # torch warns about a parameter listed twice; it is stepped once
+        if grads[index] is not None and id(param) not in seen:
+            seen.add(id(param))
+            rows = optimizer.rowwise and param.ndim > 1
+            entries.append(Entry(index, names[index], param, rows))
+            groups.append(number)
     for entry in entries:
         grad = grads[entry.index]
         assert grad is not None
@@ -150,19 +149,16 @@ def refuse(optimizer: str, entry: Entry, grad: Tensor) -> None:
         )
     if grad.is_complex() and not param.is_complex():
         raise RuntimeError(f"the gradient of {name} is {grad.dtype}, but the parameter is real ({param.dtype})")
+    if layout.is_freed(param):
+        raise RuntimeError(
+            f"{name} has no memory: its storage was resized to {param.untyped_storage().nbytes()} bytes; give it back "
+            "its memory before the step, or set its .grad to None"
+        )
     if layout.overlaps_itself(param):
         raise RuntimeError(
             f"{name} is an expanded tensor with strides {param.stride()}: several of its elements share memory and "
             "cannot be updated in place; clone() it before it becomes a parameter"
         )
-
-
-def describe(group: dict[str, Any], number: int, position: int) -> str:
-    """How messages name a parameter: by its name if known, else by group and index."""
-    names = group.get("param_names", ())
-    if len(names) == len(group["params"]):  # else the list was edited, and the names are no longer theirs
-        return f"parameter {names[position]!r}"
-    return f"parameter {position} of group {number}"
 
 
 def overlap_waves(entries: Sequence[Entry]) -> list[int]:
@@ -175,8 +171,8 @@ def overlap_waves(entries: Sequence[Entry]) -> list[int]:
     for i, entry in enumerate(entries):
         param = entry.param
         if param.numel():
-            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            ranges.append((param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size(), param.device, i))
+            start = param.data_ptr()
+            ranges.append((start, start + layout.span(param) * param.element_size(), param.device, i))
     clusters: list[list[int]] = []
     reach: dict[torch.device, int] = {}
     cluster_on: dict[torch.device, list[int]] = {}

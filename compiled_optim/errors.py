@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compiled_optim.guard import Change
+    from compiled_optim.change import Change
+
+
+LISTED = 10
+"""So many changes are spelled out in a message."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -16,18 +20,28 @@ class BackendUnavailableError(RuntimeError):
 class ReallocationError(RuntimeError):
     """A parameter was reallocated behind the optimizer's back and ``on_realloc="raise"`` is set.
 
-    ``changes`` holds one :class:`~compiled_optim.guard.Change` for each thing that changed. The step that raised
-    has modified nothing: undo the change, or construct a new optimizer, and go on.
+    ``changes`` holds one :class:`~compiled_optim.change.Change` for each parameter. The step that raised has modified
+    nothing: undo the change and go on, or take one of the two ways out the message names.
     """
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self.changes = tuple(changes)
-        listing = "\n".join(f"  {change}" for change in self.changes)
-        super().__init__(
-            f"parameters were reallocated after the optimizer had bound them:\n{listing}\n"
-            "Nothing was updated. Either keep the parameters where they are (move or cast the model before the "
-            'optimizer is constructed), or pass on_realloc="recompile" to let the optimizer follow them.'
-        )
+        count = len(self.changes)
+        lines = [f"{count} parameters were" if count > 1 else "a parameter was"]
+        lines[0] += " reallocated behind the optimizer's back; nothing was updated"
+        for change in self.changes[:LISTED]:
+            lines += [f"  {change}", f"    likely by {change.cause}"]
+        if count > LISTED:
+            lines.append(f"  ... and {count - LISTED} more, in this exception's .changes")
+        lines += [
+            "two ways out:",
+            "  - reallocate first: do this to the model before the optimizer is constructed, or construct a new one",
+            '  - follow: set optimizer.on_realloc = "recompile" (the default), and parameters are followed with their state',
+        ]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[ReallocationError], tuple[Sequence[Change]]]:
+        return type(self), (self.changes,)
 
 
 class NesterovError(ValueError, TypeError):

@@ -2,58 +2,19 @@
 
 Dynamo's guards are not on the way (see ``backends.inductor``), so this is the only check between a step and memory that
 has moved. It compares the identity of parameters and states, the address of their memory, and the metadata (dtype,
-device, shape, strides, layout, conj and neg bits) of parameters and gradients, all by C-level loops over whole lists.
-In-place changes of values are not looked at.
+device, shape, strides, layout, conj and neg bits) of parameters and gradients, all by C-level loops over whole lists:
+about 0.4 µs for a parameter with two states. In-place changes of values are not looked at. It only says that something
+is different; ``reallocation`` finds out what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class Description(NamedTuple):
-    """What can be told apart about a strided tensor without looking at its values."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Description:
-        """Describe a tensor."""
-        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-
-@dataclass(frozen=True)
-class Change:
-    """One parameter that was reallocated: what changed, and from what to what."""
-
-    parameter: str
-    kind: str
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{self.parameter}: {self.kind} changed from {self.before} to {self.after}"
-
-
-def compare(name: str, before: Description, after: Description) -> Change | None:
-    """The most telling difference between two descriptions of a parameter, or None."""
-    for kind in ("shape", "device", "dtype", "strides"):
-        old, new = getattr(before, kind), getattr(after, kind)
-        if old != new:
-            return Change(name, kind, str(old), str(new))
-    if before.address != after.address:
-        return Change(name, "storage", f"{before.address:#x}", f"{after.address:#x}")
-    return None
 
 
 class Guard:
@@ -64,21 +25,17 @@ class Guard:
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         state: Mapping[Any, Any],
-        bound: Sequence[Tensor],
+        bound_params: Sequence[Tensor],
+        bound_states: Sequence[Tensor],
     ) -> None:
-        """Remember parameters and states by identity, and what is bound, parameters and states, by memory too."""
+        """Remember parameters and states by identity, and what is bound of them by memory too."""
         self._params = list(params)
-        self._absent = [grad is None for grad in grads]
         self._state = _state_values(state)
-        self._bound = list(bound)
+        self._bound = [*bound_params, *bound_states]
         self._addresses = list(map(Tensor.data_ptr, self._bound))
-        self._same_metadata = metadata_check(self._described(grads))
-        self.descriptions = {
-            param: Description.of(param) for param, grad in zip(params, grads, strict=True) if grad is not None
-        }
-
-    def _described(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        return [*self._bound, *(grad for grad in grads if grad is not None)]
+        self._bound_params = tuple(bound_params)
+        self._same_params = metadata_check(bound_params)
+        self._same_grads = metadata_check(grads)
 
     def holds(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]) -> bool:
         """Whether nothing has changed that the plan depends on."""
@@ -86,40 +43,52 @@ class Guard:
         return (
             len(params) == len(self._params)
             and all(map(is_, params, self._params))
-            and [grad is None for grad in grads] == self._absent
             and len(current_state) == len(self._state)
             and all(map(is_, current_state, self._state))
             and list(map(Tensor.data_ptr, self._bound)) == self._addresses
-            and self._same_metadata(self._described(grads))
+            and self._same_params(self._bound_params)
+            and self._same_grads(grads)
         )
 
 
-def metadata_check(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
-    """A function that tells whether a list of tensors has the metadata that ``tensors`` has now.
+Check = Callable[[Sequence[Tensor | None]], bool]
+
+
+def metadata_check(tensors: Sequence[Tensor | None]) -> Check:
+    """A function that tells whether as many tensors have the metadata, or are None, that ``tensors`` have now.
 
     Dynamo's own C++ check takes 0.06 µs a tensor. It is private, so :func:`plain_metadata_check` stands in for it where
     it is missing.
     """
+    present = [i for i, tensor in enumerate(tensors) if tensor is not None]
+    if not present:
+        return lambda others: not any(other is not None for other in others)
+    given = [tensor for tensor in tensors if tensor is not None]
     try:
         from torch._C._dynamo.guards import TensorGuards
 
         check = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],  # type: ignore[misc]
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],  # type: ignore[misc]
+            *given,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in given],  # type: ignore[misc]
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in given],  # type: ignore[misc]
         ).check
     except (ImportError, TypeError):
         return plain_metadata_check(tensors)
-    return lambda others: bool(check(*others))
+    if len(given) == len(tensors):
+        return lambda others: bool(check(*others))  # it compares types first, so None is no tensor to it
+    absent = [tensor is None for tensor in tensors]
+    return lambda others: [o is None for o in others] == absent and bool(check(*[others[i] for i in present]))
 
 
-def plain_metadata_check(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
+def plain_metadata_check(tensors: Sequence[Tensor | None]) -> Check:
     """:func:`metadata_check` in plain Python."""
     expected = [_metadata(tensor) for tensor in tensors]
     return lambda others: [_metadata(tensor) for tensor in others] == expected
 
 
-def _metadata(tensor: Tensor) -> tuple[object, ...]:
+def _metadata(tensor: Tensor | None) -> tuple[object, ...] | None:
+    if tensor is None:
+        return None
     strides = tensor.stride() if tensor.layout == torch.strided else None
     bits = (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
     return type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, strides, bits

@@ -83,6 +83,24 @@ def has_lazy_bits(tensor: Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the storage was taken away from under the tensor (``untyped_storage().resize_``).
+
+    Devices added to torch from outside may keep their memory elsewhere, so nothing is said about those.
+    """
+    if tensor.device.type == torch._C._get_privateuse1_backend_name():
+        return False
+    needed = (tensor.storage_offset() + span(tensor)) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() < needed
+
+
+def span(tensor: Tensor) -> int:
+    """How far a tensor reaches in memory, in elements from its first to behind its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements share memory because the tensor was expanded, so that it cannot be updated in place."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -7,10 +7,11 @@ which ones change the formula itself (``options``), which states it keeps (``ini
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -21,15 +22,14 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim import backends, states
 from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.clip import Clip
-from compiled_optim.collect import collect, describe
+from compiled_optim.collect import collect
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
+from compiled_optim.events import Events, logger
 from compiled_optim.explain import Explanation
-from compiled_optim.guard import Change, Description, compare
 from compiled_optim.lists import TensorList
 from compiled_optim.plan import Plan, compile_units
 from compiled_optim.program import UpdateProgram
-
-logger = logging.getLogger("compiled_optim")
+from compiled_optim.reallocation import Tracker, has_memory, undone_on_error
 
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
@@ -68,7 +68,8 @@ class Optimizer(torch.optim.Optimizer):
     """Base class of the optimizers in this package.
 
     Args:
-        params: parameters, named parameters or parameter groups, as for torch.optim; or a module.
+        params: parameters, named parameters or parameter groups, as for torch.optim; or a module, which is watched
+            (see :meth:`watch`) and brings the parameters' names.
         defaults: the hyperparameters of groups that do not set their own.
         compile: False runs the very same update eagerly, as does the environment variable ``COMPILED_OPTIM_EAGER=1``.
         backend: a registered backend's name or a Backend; None picks one by each parameter's device.
@@ -114,11 +115,12 @@ class Optimizer(torch.optim.Optimizer):
         self.backend = backends.get(backend) if isinstance(backend, str) else backend
         self.on_realloc = on_realloc
         self.max_grad_norm = max_grad_norm
-        self._forget()
+        self._start()
         if self.has_torch_switches:
             defaults = {**defaults, **TORCH_SWITCHES, **switches}
         self.check(defaults)
         if isinstance(params, torch.nn.Module):
+            self.watch(params)
             params = params.named_parameters()
         super().__init__(params, defaults)
 
@@ -170,9 +172,20 @@ class Optimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             params = self._params()
             grads = [param.grad for param in params]
-            self._current_plan(params, grads).run(self, grads)
+            if not self._in_place(params, grads):
+                self._plan = self._new_plan()
+                grads = [param.grad for param in self._params()]
+            assert self._plan is not None
+            self._plan.run(self, grads)
         self._stepped = True
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as in torch.optim; of the parameters the watched modules hold now."""
+        if not self._tracker.undisturbed() and self.on_realloc == "recompile":
+            with torch.no_grad(), self._following():
+                pass
+        super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; its hyperparameters are checked too."""
@@ -185,6 +198,7 @@ class Optimizer(torch.optim.Optimizer):
         except BackendUnavailableError:
             self.param_groups.pop()
             raise
+        self._tracker.see(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's, ``step`` tensors no longer shared: torch would count a shared one many times."""
@@ -192,6 +206,12 @@ class Optimizer(torch.optim.Optimizer):
         if "state" in saved:  # a hook may have returned something else
             saved["state"] = {key: states.unshared(state) for key, state in saved["state"].items()}
         return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as torch.optim does; it belongs to the parameters the watched modules hold now."""
+        # with "raise", the next step tells what has changed
+        with self._following() if self.on_realloc == "recompile" else nullcontext():
+            super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         options = ("compile", "backend", "on_realloc", "max_grad_norm", "last_grad_norm")
@@ -205,24 +225,54 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in {**self.defaults, **flags}.items():
                 group.setdefault(name, value)
-        self._forget(keep_record="_events" in self.__dict__)
+        if "_tracker" in self.__dict__:  # load_state_dict: another state, the same parameters
+            self._plan = None
+        else:
+            self._start()
+            self._tracker.see(self._params())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """Copy parameters and state; a module that was copied before, along with this, is watched in its place."""
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for module in self._tracker.modules:
+            if id(module) in memo:
+                other.watch(memo[id(module)])
+        return other
 
     # ---- beyond torch.optim
 
+    def watch(self, module: torch.nn.Module) -> None:
+        """Look into a module before every step and notice when it replaces or drops a parameter of this optimizer.
+
+        By default the new object is adopted with fresh state, in the old one's group, and a dropped one is forgotten;
+        with ``on_realloc="raise"`` the step raises. Several modules may be watched; a module given as ``params`` is.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"watch() takes a torch.nn.Module, but got {type(module).__name__}")
+        self._tracker.watch(module)
+
     def warmup(self) -> None:
-        """Compile now what the first step will need, without making a step; assumes every parameter gets a gradient."""
+        """Compile now what the first step will need, without making a step.
+
+        Assumes that every parameter gets a gradient; those that have no memory yet are left out.
+        """
         with torch.no_grad():
-            params = [param.detach() for param in self._params()]
+            params = [param.detach() if has_memory(param) else None for param in self._params()]
             compile_units(self, collect(self, params))
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
         devices = dict.fromkeys(param.device for param in self._params())
         in_use = dict.fromkeys(self.backend_for(device) for device in devices)
-        record = (self._compile_seconds, self._recompiles, self._events)
+        record = (self._compile_seconds, self._recompiles, self._events.told())
         return Explanation.of(type(self).__name__, list(in_use), self._plan, *record)
 
     # ---- what the plan asks for
+
+    def parameter_names(self) -> list[str]:
+        """How messages name each parameter, in their order."""
+        return self._tracker.names(self.param_groups)
 
     def program(self, group: dict[str, Any]) -> UpdateProgram:
         """The program for a group's options."""
@@ -276,55 +326,37 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- inside
 
-    def _forget(self, *, keep_record: bool = False) -> None:
+    def _start(self) -> None:
         self._plan: Plan | None = None
-        if not keep_record:
-            self._stepped = False
-            self._compile_seconds = 0.0
-            self._recompiles = 0
-            self._events: list[str] = []
+        self._tracker = Tracker()
+        self._events = Events(type(self).__name__)
+        self._stepped = False
+        self._compile_seconds = 0.0
+        self._recompiles = 0
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _current_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Plan:
-        """The plan as it is if the guard finds nothing changed, else a new one."""
-        if self._plan is not None and self._plan.fits(self, params, grads):
-            return self._plan
-        changes = self._reallocations(params)
-        if changes and self.on_realloc == "raise":
-            raise ReallocationError(list(changes.values()))
-        kept = {param: self.state[param] for param in changes if param in self.state}
-        try:
-            for param, change in changes.items():
-                states.follow(self, param, change)
-            plan = Plan(self, collect(self, grads), params, grads)
-        except BaseException:
-            self.state.update(kept)
-            raise
-        if self._plan is not None:  # a parameter without a gradient in this step is still one we know
-            moved = {param: Description.of(param) for param in changes}
-            plan.guard.descriptions = {**self._plan.guard.descriptions, **moved, **plan.guard.descriptions}
-        self._plan = plan
-        for change in changes.values():
-            logger.warning("%s follows a reallocated parameter: %s", type(self).__name__, change)
-            self._events.append(str(change))
-        return self._plan
+    def _in_place(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether the plan still describes the optimizer and everything is where it was."""
+        return self._plan is not None and self._tracker.undisturbed() and self._plan.fits(self, params, grads)
 
-    def _reallocations(self, params: Sequence[Tensor]) -> dict[Tensor, Change]:
-        """The parameters that were reallocated since the plan was made, and how."""
-        if self._plan is None:
-            return {}
-        before = self._plan.guard.descriptions
-        names = [
-            describe(group, number, position)
-            for number, group in enumerate(self.param_groups)
-            for position in range(len(group["params"]))
-        ]
-        found = {}
-        for name, param in zip(names, params, strict=True):
-            if param in before:
-                change = compare(name, before[param], Description.of(param))
-                if change is not None:
-                    found[param] = change
-        return found
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Find out what has changed and follow it, or refuse; undone if what is done in this context fails."""
+        moves = self._tracker.find(self.param_groups)
+        changes = [move.change for move in moves if move.change is not None]
+        if changes and self.on_realloc == "raise":
+            raise ReallocationError(changes)
+        with undone_on_error(self):
+            self._tracker.apply(self, moves)
+            yield
+        self._tracker.accept(self.param_groups, moves)
+        for change in changes:
+            self._events.tell(change)
+
+    def _new_plan(self) -> Plan:
+        with self._following():
+            params = self._params()
+            grads = [param.grad for param in params]
+            return Plan(self, collect(self, grads), params, grads)

@@ -17,6 +17,7 @@ from compiled_optim.clip import Clipping
 from compiled_optim.collect import BatchSpec
 from compiled_optim.guard import Guard
 from compiled_optim.program import compute_dtype
+from compiled_optim.reallocation import has_memory
 from compiled_optim.scalars import Scalars
 
 if TYPE_CHECKING:
@@ -129,8 +130,10 @@ class Plan:
         self._written = [param for batch in self.batches for param in batch.params]
         self._groups = [(group, len(group["params"])) for group in optimizer.param_groups]
         self._variants = optimizer.variants()
-        bound = [*self._written, *(state for batch in self.batches for state in batch.states)]
-        self.guard = Guard(params, grads, optimizer.state, bound)
+        # also parameters without a gradient: wherever one moves, its state has to follow
+        bound = list(filter(has_memory, params))
+        bound_states = [state for batch in self.batches for state in batch.states]
+        self._guard = Guard(params, grads, optimizer.state, bound, bound_states)
 
     def fits(self, optimizer: Optimizer, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether the plan still describes the optimizer."""
@@ -140,7 +143,7 @@ class Plan:
             and all(
                 group is old and len(group["params"]) == n for group, (old, n) in zip(groups, self._groups, strict=True)
             )
-            and self.guard.holds(params, grads, optimizer.state)
+            and self._guard.holds(params, grads, optimizer.state)
             and self._variants == optimizer.variants()
             and all(batch.in_step() for batch in self.batches)
         )

@@ -6,7 +6,7 @@ Parameters in lock-step share one ``step`` tensor. The count itself is kept exac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from compiled_optim import layout
 
 if TYPE_CHECKING:
     from compiled_optim.collect import Entry
-    from compiled_optim.guard import Change
     from compiled_optim.optimizer import Optimizer
 
 
@@ -63,16 +62,13 @@ def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], i
     return counter
 
 
-def follow(optimizer: Optimizer, param: Tensor, change: Change) -> None:
-    """Let a reallocated parameter's state follow it: in its new dtype, or afresh if the shape is another one.
+def converted(state: Mapping[str, Any], old: torch.dtype, new: torch.dtype) -> dict[str, Any]:
+    """A copy of a parameter's state for the parameter in a new dtype; what was kept in another one than its stays so.
 
-    Device and strides are seen to by :func:`bind`. The state is replaced, not modified, so the caller can undo this.
+    Device and strides are seen to by :func:`bind`.
     """
-    state = optimizer.state.pop(param, {})
-    if change.kind == "shape":
-        return
-    optimizer.state[param] = {
-        name: value.to(param.dtype) if name != "step" and isinstance(value, Tensor) else value
+    return {
+        name: value.to(new, copy=True) if name != "step" and isinstance(value, Tensor) and value.dtype == old else value
         for name, value in state.items()
     }
 

@@ -165,7 +165,7 @@ def test_edited_parameter_lists_of_named_groups(compiled):
     model.bias.data = torch.zeros(2)
     step_with_ones(optimizer, model.bias)
     (event,) = optimizer.explain().events
-    assert event.startswith("parameter 0 of group 0: storage changed")
+    assert event.startswith("parameter 'bias': storage changed"), "the watched module knows its name"
 
 
 def test_no_norm_is_reported_when_nothing_is_clipped(compiled):

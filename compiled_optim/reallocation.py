@@ -1,0 +1,219 @@
+"""Finding out which parameters were reallocated since they were last seen, and letting their states follow.
+
+A parameter is known from the moment the optimizer gets it. One that has no memory yet (of a lazy module, or on the meta
+device) is known once it has. Whether a parameter was replaced or removed can only be told for modules that are watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from compiled_optim import states
+from compiled_optim.change import Change, Description, compare, removal, replacement
+from compiled_optim.watch import Watch
+
+if TYPE_CHECKING:
+    from compiled_optim.optimizer import Optimizer
+
+Group = dict[str, Any]
+Place = tuple[Watch, str]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What became of one parameter.
+
+    ``members`` take its place in the group, by name; None if it just stays there. ``heirs`` go on with its state. There
+    is no ``change`` to tell if it had no memory before.
+    """
+
+    change: Change | None
+    group: int
+    param: Tensor | None
+    members: Mapping[str, Tensor] | None = None
+    heirs: Sequence[Tensor] = ()
+
+
+class Tracker:
+    """Knows where each parameter of an optimizer was when it was last seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Tensor, Description] = {}
+        self._watches: list[Watch] = []
+        self._vacant: dict[Place, int] = {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The watched modules."""
+        return [watch.module for watch in self._watches]
+
+    def watch(self, module: nn.Module) -> None:
+        """Look into this module, too."""
+        if all(module is not other for other in self.modules):
+            self._watches.append(Watch(module))
+
+    def see(self, params: Sequence[Tensor]) -> None:
+        """Take note of parameters the optimizer was given."""
+        for param in params:
+            if param not in self._seen and has_memory(param):
+                self._seen[param] = Description.of(param)
+
+    def undisturbed(self) -> bool:
+        """Whether the watched modules hold what they held; the memory of parameters is the guard's to check."""
+        return all(watch.holds() for watch in self._watches)
+
+    def names(self, groups: Sequence[Group]) -> list[str]:
+        """How messages name the parameters, in their order: by name if one is known, else by group and index."""
+        watched = {param: self._name(places[0]) for param, places in self._places().items()}
+        names = []
+        for number, group in enumerate(groups):
+            given = group.get("param_names", ())
+            if len(given) != len(group["params"]):  # the list was edited, and the names are no longer theirs
+                given = [watched.get(param) for param in group["params"]]
+            names += [
+                f"parameter {position} of group {number}" if name is None else f"parameter {name!r}"
+                for position, name in enumerate(given)
+            ]
+        return names
+
+    def find(self, groups: Sequence[Group]) -> list[Move]:
+        """What became of the parameters in these groups since they were last seen."""
+        held = [param for group in groups for param in group["params"]]
+        names = dict(zip(held, self.names(groups), strict=True))
+        numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        moves = [] if self.undisturbed() else self._look_into_modules(names, numbers)
+        left = {move.param for move in moves if all(heir is not move.param for heir in move.heirs)}
+        for param, name in names.items():
+            if param in self._seen and param not in left:
+                change = compare(name, self._seen[param], Description.of(param))
+                if change is not None:
+                    moves.append(Move(change, numbers[param], param, heirs=[param]))
+        return moves
+
+    def apply(self, optimizer: Optimizer, moves: Sequence[Move]) -> None:
+        """Make the groups hold who is there now, and let states follow; a changed shape starts fresh state."""
+        for move in moves:
+            if move.members is not None:
+                _splice(optimizer.param_groups[move.group], move.param, move.members)
+            if move.param is None:
+                continue
+            before, state = self._seen.get(move.param), optimizer.state.pop(move.param, None)
+            for heir in move.heirs:
+                if state is not None and before is not None and before.shape == heir.shape:
+                    optimizer.state[heir] = states.converted(state, before.dtype, heir.dtype)
+
+    def accept(self, groups: Sequence[Group], moves: Sequence[Move]) -> None:
+        """Take everything as it is now."""
+        places = self._places()
+        for move in moves:
+            if not move.members and move.param in places:
+                self._vacant |= dict.fromkeys(places[move.param], move.group)
+        for watch in self._watches:
+            watch.refresh()
+        self._vacant = {place: group for place, group in self._vacant.items() if place[1] not in place[0].places}
+        self._seen = {}
+        self.see([param for group in groups for param in group["params"]])
+
+    def _look_into_modules(self, names: Mapping[Tensor, str], numbers: Mapping[Tensor, int]) -> list[Move]:
+        """Which parameters their modules no longer hold, or hold in fewer places, and what is there instead."""
+        now = {(watch, name): param for watch in self._watches for name, param in watch.current().items()}
+        present = set(now.values())
+        adopted: set[Tensor] = set()
+        moves = []
+        for param, places in self._places().items():
+            if param not in names:  # not one of the optimizer's
+                continue
+            found = {place: now[place] for place in places if place in now and now[place] is not param}
+            fresh = {}
+            for place, other in found.items():
+                if other not in names and other not in adopted:
+                    adopted.add(other)
+                    fresh[place] = other
+            members = {name: other for (_, name), other in fresh.items()}
+            before, number = self._seen.get(param), numbers[param]
+            if param in present:  # it was tied, and is no longer
+                for place, other in fresh.items():
+                    change = replacement(f"parameter {self._name(place)!r}", before, Description.of(other))
+                    moves.append(Move(change, number, param, {"": param, place[1]: other}, heirs=[param]))
+            elif fresh:
+                after = Description.of(next(iter(fresh.values())))
+                heirs = [other for other in fresh.values() if before is not None and _converted(param, other)]
+                change = compare(names[param], before, after) if heirs and before is not None else None
+                if change is None and before is not None:
+                    change = replacement(names[param], before, after)
+                moves.append(Move(change, number, param, members, heirs))
+            elif found:
+                other = next(iter(found.values()))
+                change = replacement(names[param], before, None, tied=names.get(other, "a new parameter"))
+                moves.append(Move(change, number, param, {}))
+            else:
+                moves.append(Move(removal(names[param], before), number, param, {}))
+        for place, number in self._vacant.items():
+            other = now.get(place)
+            if other is not None and other not in names and other not in adopted:
+                adopted.add(other)
+                change = replacement(f"parameter {self._name(place)!r}", None, Description.of(other))
+                moves.append(Move(change, number, None, {place[1]: other}))
+        return moves
+
+    def _places(self) -> dict[Tensor, list[Place]]:
+        """Where each parameter of the watched modules was."""
+        places: dict[Tensor, list[Place]] = {}
+        for watch in self._watches:
+            for name, param in watch.places.items():
+                places.setdefault(param, []).append((watch, name))
+        return places
+
+    def _name(self, place: Place) -> str:
+        watch, name = place
+        return name if len(self._watches) == 1 else f"{type(watch.module).__name__}.{name}"
+
+
+def has_memory(param: Tensor) -> bool:
+    """Whether a parameter has an address that can change."""
+    return not is_lazy(param) and param.layout == torch.strided and param.device.type != "meta"
+
+
+@contextmanager
+def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Give groups and states back as they were if what is done in this context fails."""
+    lists = [{key: group[key] for key in ("params", "param_names") if key in group} for group in optimizer.param_groups]
+    state = dict(optimizer.state)
+    try:
+        yield
+    except BaseException:
+        for group, saved in zip(optimizer.param_groups, lists, strict=True):
+            group.update(saved)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
+
+
+def _converted(old: Tensor, new: Tensor) -> bool:
+    """Whether a module converted its parameter (``.to(...)``, ``.half()``) into a new object.
+
+    It does so where ``p.data = ...`` cannot bridge two kinds of tensors or torch is told to
+    (``set_overwrite_module_params_on_conversion``); that it was no other assignment is told by the values.
+    """
+    in_place = torch._has_compatible_shallow_copy_type(old, new)
+    if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
+        return False
+    return torch.equal(old.to(new.device, new.dtype), new)
+
+
+def _splice(group: Group, param: Tensor | None, members: Mapping[str, Tensor]) -> None:
+    """Put members where a parameter is in its group, or at the end; lists are replaced, so this can be undone."""
+    params, names = group["params"], group.get("param_names", ())
+    start = next((i for i, other in enumerate(params) if other is param), len(params))
+    stop = start + (param is not None)
+    if len(names) == len(params) and names:
+        kept = [names[start] if other is param else name for name, other in members.items()]
+        group["param_names"] = [*names[:start], *kept, *names[stop:]]
+    group["params"] = [*params[:start], *members.values(), *params[stop:]]

@@ -1,0 +1,40 @@
+"""Watching a module: does each of its places still hold the parameter it held before?
+
+An optimizer holds parameter objects. A module can replace or drop one of its own without telling anybody; this is seen
+only by looking into the module.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Watch:
+    """The parameters of a module, by name, as they were when last looked at. A tied one has several names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the module as it is now."""
+        modules = list(self.module.modules())
+        # one without a parameter or submodule may get one, but none that the optimizer has to know
+        self._contents = [c for module in modules for c in (module._parameters, module._modules) if c]
+        self._held = self._read()
+        self.places = self.current()
+
+    def current(self) -> dict[str, Tensor]:
+        """The parameters by name as they are now."""
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def holds(self) -> bool:
+        """Whether every place of the module and its submodules holds the object it held before."""
+        current = self._read()
+        return len(current) == len(self._held) and all(map(is_, current, self._held))
+
+    def _read(self) -> list[Any]:
+        return [value for content in self._contents for value in content.values()]
