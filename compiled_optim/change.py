@@ -24,7 +24,7 @@ class Description(NamedTuple):
         return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.shape} on {self.device}"
+        return f"{self.dtype} {self.shape} on {self.device}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def replacement(name: str, before: Description | None, after: Description | None
         text = f"set again, to a new object, {new}, after it had been removed"
         cause = "`module.weight = nn.Parameter(...)`"
     else:
-        text = f"replaced by a new object: from {old} to {new}"
+        text = f"replaced by a new object: {old} became {new}"
         cause = "`module.weight = nn.Parameter(...)`, a new submodule, or load_state_dict(assign=True)"
     return Change(name, "replaced", old, tied or new, text, cause)
 
@@ -101,7 +101,7 @@ def _cause(kind: str, after: Description) -> str:
         method = f"{CASTS[after.dtype]}()" if after.dtype in CASTS else f"to({after.dtype})"
         return f"`model.{method}`"
     if kind == "shape":
-        return "`p.data = ...` with a tensor of another shape, or `p.data.resize_(...)`"
+        return "`p.data = ...` with a tensor of another shape"
     if kind == "strides":
         return "`model.to(memory_format=...)`, or `p.data = ...` with a transposed tensor"
-    return "`p.data = ...`, or a conversion of the model there and back"
+    return "`p.data = ...`, a resized storage, or a conversion of the model there and back"

@@ -35,8 +35,8 @@ class ReallocationError(RuntimeError):
             lines.append(f"  ... and {count - LISTED} more, in this exception's .changes")
         lines += [
             "two ways out:",
-            "  - reallocate first: do this to the model before the optimizer is constructed, or construct a new one",
-            '  - follow: set optimizer.on_realloc = "recompile" (the default), and parameters are followed with their state',
+            "  - undo it and step again; to reallocate for good, do so before an optimizer is constructed",
+            '  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it',
         ]
         super().__init__("\n".join(lines))
 

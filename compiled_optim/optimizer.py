@@ -235,9 +235,7 @@ class Optimizer(torch.optim.Optimizer):
         """Copy parameters and state; a module that was copied before, along with this, is watched in its place."""
         other = memo[id(self)] = type(self).__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        for module in self._tracker.modules:
-            if id(module) in memo:
-                other.watch(memo[id(module)])
+        other._tracker.take_over(self._tracker, memo)
         return other
 
     # ---- beyond torch.optim

@@ -6,6 +6,7 @@ device) is known once it has. Whether a parameter was replaced or removed can on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,18 +50,28 @@ class Tracker:
         self._watches: list[Watch] = []
         self._vacant: dict[Place, int] = {}
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The watched modules."""
-        return [watch.module for watch in self._watches]
-
     def watch(self, module: nn.Module) -> None:
         """Look into this module, too."""
-        if all(module is not other for other in self.modules):
-            self._watches.append(Watch(module))
+        for watch in self._watches:
+            if watch.module is module:
+                watch.notice_new_places()
+                return
+        self._watches.append(Watch(module))
+
+    def take_over(self, original: Tracker, memo: dict[int, Any]) -> None:
+        """Take over what the original has seen and watches, as far as a deepcopy has copied it already."""
+        watches = [watch for watch in original._watches if id(watch.module) in memo]
+        vacant = {place: group for place, group in original._vacant.items() if place[0] in watches}
+        self._watches, self._vacant = copy.deepcopy((watches, vacant), memo)
+        for param, description in original._seen.items():
+            if id(param) in memo:
+                twin = memo[id(param)]
+                self._seen[twin] = description._replace(address=twin.data_ptr())
 
     def see(self, params: Sequence[Tensor]) -> None:
         """Take note of parameters the optimizer was given."""
+        for watch in self._watches:
+            watch.notice_new_places()
         for param in params:
             if param not in self._seen and has_memory(param):
                 self._seen[param] = Description.of(param)
@@ -107,7 +118,7 @@ class Tracker:
             before, state = self._seen.get(move.param), optimizer.state.pop(move.param, None)
             for heir in move.heirs:
                 if state is not None and before is not None and before.shape == heir.shape:
-                    optimizer.state[heir] = states.converted(state, before.dtype, heir.dtype)
+                    optimizer.state[heir] = states.converted(state, before.dtype, heir)
 
     def accept(self, groups: Sequence[Group], moves: Sequence[Move]) -> None:
         """Take everything as it is now."""
@@ -199,13 +210,17 @@ def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
 def _converted(old: Tensor, new: Tensor) -> bool:
     """Whether a module converted its parameter (``.to(...)``, ``.half()``) into a new object.
 
-    It does so where ``p.data = ...`` cannot bridge two kinds of tensors or torch is told to
-    (``set_overwrite_module_params_on_conversion``); that it was no other assignment is told by the values.
+    It does so where ``p.data = ...`` cannot bridge two kinds of tensors, as of the CPU and of some other devices, or
+    torch is told to (``set_overwrite_module_params_on_conversion``). That it was no other assignment is told by the
+    values: they are the old ones, maybe by way of a lower precision.
     """
-    in_place = torch._has_compatible_shallow_copy_type(old, new)
+    kinds = (new, torch.empty(0, device="cpu"))  # it may have been on the CPU in between
+    in_place = all(torch._has_compatible_shallow_copy_type(old, kind) for kind in kinds)
     if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
         return False
-    return torch.equal(old.to(new.device, new.dtype), new)
+    moved = old.to(new.device)
+    ways = (new.dtype, torch.float16, torch.bfloat16, torch.float32)
+    return any(torch.equal(moved.to(way).to(new.dtype), new) for way in ways)
 
 
 def _splice(group: Group, param: Tensor | None, members: Mapping[str, Tensor]) -> None:

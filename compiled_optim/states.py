@@ -62,13 +62,15 @@ def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], i
     return counter
 
 
-def converted(state: Mapping[str, Any], old: torch.dtype, new: torch.dtype) -> dict[str, Any]:
-    """A copy of a parameter's state for the parameter in a new dtype; what was kept in another one than its stays so.
+def converted(state: Mapping[str, Any], old: torch.dtype, param: Tensor) -> dict[str, Any]:
+    """A copy of a parameter's state on its new device, in its new dtype; what was kept in another dtype stays so.
 
-    Device and strides are seen to by :func:`bind`.
+    Strides are seen to by :func:`bind`.
     """
     return {
-        name: value.to(new, copy=True) if name != "step" and isinstance(value, Tensor) and value.dtype == old else value
+        name: value.to(param.device, param.dtype if value.dtype == old else value.dtype, copy=True)
+        if name != "step" and isinstance(value, Tensor)
+        else value
         for name, value in state.items()
     }
 

@@ -27,6 +27,10 @@ class Watch:
         self._held = self._read()
         self.places = self.current()
 
+    def notice_new_places(self) -> None:
+        """Take note of parameters in new places; what has changed in the others is still to be told."""
+        self.places = {**self.current(), **self.places}
+
     def current(self) -> dict[str, Tensor]:
         """The parameters by name as they are now."""
         return dict(self.module.named_parameters(remove_duplicate=False))

@@ -1,7 +1,8 @@
 """A device of type ``npu`` whose tensors live in CPU memory, to run device-bound code without the hardware.
 
 Every operation unwraps to CPU tensors and wraps the results. It changes torch for the whole process, so it is imported
-only in processes of its own. Tensors of this device are always contiguous.
+only in processes of its own. Tensors of this device are always contiguous and have no address: that one has moved
+within the device cannot be seen, and none can be copied with deepcopy.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _libraries = []
 _memory: dict[int, torch.Tensor] = {}
+_kept: list[torch.UntypedStorage] = []
 
 
 def _wrap(memory: torch.Tensor) -> torch.Tensor:
     tensor = torch._C._acc.create_empty_tensor(memory.shape, memory.dtype)
     # by storage: detach() and Parameter() make new tensor objects over the same one; nothing is ever freed
-    _memory[tensor.untyped_storage()._cdata] = tensor.__dict__["_memory"] = memory
+    _memory[tensor.untyped_storage()._cdata] = memory
+    _kept.append(tensor.untyped_storage())
     return tensor
 
 
 def _unwrap(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "npu":
         return tensor
-    return tensor.__dict__.setdefault("_memory", _memory.get(tensor.untyped_storage()._cdata))
+    return _memory[tensor.untyped_storage()._cdata]
 
 
 def _on_cpu(operation, *args, **kwargs):
@@ -51,7 +54,7 @@ def install() -> None:
     aten = torch.library.Library("aten", "IMPL")
     for name, operation in (
         ("empty.memory_format", torch.ops.aten.empty.memory_format),
-        ("empty_strided", torch.ops.aten.empty_strided.default),
+        ("empty_strided", lambda size, stride, **kwargs: torch.empty(size, **kwargs)),
         ("abs", torch.ops.aten.abs.default),  # its default writes into an empty tensor, which cannot grow here
     ):
         aten.impl(name, lambda *args, operation=operation, **kwargs: _on_cpu(operation, *args, **kwargs), "PrivateUse1")
