@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from compiled_optim import backends, states
 from compiled_optim.backends import Backend, Signature, Unit
@@ -161,24 +161,15 @@ class Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @_disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one step; with a closure, call it first with gradients enabled and return its loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # states made in inference mode could never be stepped outside of it
-        with torch.inference_mode(False), torch.no_grad():
-            params = self._params()
-            grads = [param.grad for param in params]
-            if not self._in_place(params, grads):
-                self._plan = self._new_plan()
-                grads = [param.grad for param in self._params()]
-            assert self._plan is not None
-            self._plan.run(self, grads)
-        self._stepped = True
-        return loss
+        if torch.compiler.is_compiling():
+            return _step_out_of_graph(self, closure)
+        if self._is_observed():
+            return _observed_step(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined] # see _is_observed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch.optim; of the parameters the watched modules hold now."""
@@ -324,6 +315,40 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- inside
 
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            # states made in inference mode could never be stepped outside of it
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                self._step_in_place()
+        self._stepped = True
+        return loss
+
+    def _step_in_place(self) -> None:
+        params = self._params()
+        grads = [param.grad for param in params]
+        if not self._in_place(params, grads):
+            self._plan = self._new_plan()
+            grads = [param.grad for param in self._params()]
+        assert self._plan is not None
+        self._plan.run(self, grads)
+
+    def _is_observed(self) -> bool:
+        """Whether a profiler or hooks are to be told of a step; torch's own wrapper, always on, would take 10 µs.
+
+        Torch wraps a subclass's own ``step``, so there they have been told.
+        """
+        return type(self).step is Optimizer.step and bool(
+            torch.autograd._profiler_enabled()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
+
     def _start(self) -> None:
         self._plan: Plan | None = None
         self._tracker = Tracker()
@@ -358,3 +383,7 @@ class Optimizer(torch.optim.Optimizer):
             params = self._params()
             grads = [param.grad for param in params]
             return Plan(self, collect(self, grads), params, grads)
+
+
+_observed_step = torch.optim.Optimizer.profile_hook_step(Optimizer._step)
+_step_out_of_graph = _disable_dynamo(Optimizer.step)

@@ -106,7 +106,8 @@ class Tracker:
                 change = compare(name, self._seen[param], Description.of(param))
                 if change is not None:
                     moves.append(Move(change, numbers[param], param, heirs=[param]))
-        return moves
+        order = {param: i for i, param in enumerate(names)}
+        return sorted(moves, key=lambda move: len(order) if move.param is None else order[move.param])
 
     def apply(self, optimizer: Optimizer, moves: Sequence[Move]) -> None:
         """Make the groups hold who is there now, and let states follow; a changed shape starts fresh state."""

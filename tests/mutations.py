@@ -84,7 +84,7 @@ class World:
         self.places = {name: Place(param, name[0] == "f") for name, param in self.net.named_parameters()}
         self.disturbed: set[str] = set()
         self.saved: object = None
-        self.steps = 0
+        self.home = device
 
     # ---- helpers
 
@@ -117,7 +117,7 @@ class World:
             place.follow()
             place.step(self.optimizer.param_groups[place.group]["lr"])
         self.disturbed.clear()
-        self.steps += 1
+        self.home = self.device().type
         self.check()
 
     def refused(self) -> None:
@@ -327,7 +327,8 @@ class World:
         return next(self.net.parameters()).device
 
     def to(self, device: str) -> None:
-        if self.device().type != device:
+        # to the device and back to the CPU between two steps looks like new parameters with equal values, and is
+        if self.device().type != device and not device == self.home == "cpu":
             self.net.to(device)
             self.disturbed |= set(self.names())
 
