@@ -52,7 +52,7 @@ class Signature:
         return f"{self.program.name}[{'+'.join(dtypes)}{rows}, {self.lane.kind}×{self.lane.width or 'all'}]"
 
 
-Call = Callable[[list[Tensor]], Tensor | None]
+Call = Callable[[Sequence[Tensor]], Tensor | None]
 
 
 class Unit(ABC):
@@ -74,6 +74,8 @@ class Backend(ABC):
     name: str
     devices: tuple[str, ...] = ()
     compiles: bool = True
+    by_address: bool = False
+    """Whether units only take the address of a gradient, so that nobody has to view it in the shape of its lane."""
 
     def __init__(self) -> None:
         self._units: dict[Signature, Unit] = {}

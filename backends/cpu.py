@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,16 +56,37 @@ class LaneUnit(Unit):
             for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
         ]
         template = self._graph.arguments([*shapes, *[nothing] * (width - len(shapes))], lanes, shared)
-        places = [inputs.index((0, lane)) for lane in range(len(shapes))]
+        filled = filling(template, [inputs.index((0, lane)) for lane in range(len(shapes))])
 
-        def call(grads: list[Tensor]) -> Tensor | None:
-            arguments = template.copy()
-            for place, grad in zip(places, grads, strict=True):
-                arguments[place] = grad
-            outputs = run(arguments)
+        def call_kernel(grads: Sequence[Tensor]) -> None:
+            run(*filled(grads))
+
+        def call_graph(grads: Sequence[Tensor]) -> Tensor | None:
+            outputs = run(filled(grads))
             return outputs[0] if outputs else None
 
-        return call
+        return call_kernel if self._graph.one_kernel else call_graph
+
+
+def filling(template: list[Any], places: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Any]]:
+    """A function that returns a copy of the template with values in these places."""
+    strides = {after - before for before, after in pairwise(places)}
+    if len(strides) <= 1 and all(stride > 0 for stride in strides):
+        spaced = slice(places[0], places[-1] + 1, *strides)
+
+        def filled(values: Sequence[Tensor]) -> list[Any]:
+            arguments = template.copy()
+            arguments[spaced] = values
+            return arguments
+    else:
+
+        def filled(values: Sequence[Tensor]) -> list[Any]:
+            arguments = template.copy()
+            for place, value in zip(places, values, strict=True):
+                arguments[place] = value
+            return arguments
+
+    return filled
 
 
 class CpuBackend(Backend):
@@ -72,6 +94,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     devices = ("cpu",)
+    by_address = True
 
     def available(self) -> Availability:
         """Whether there is a C++ compiler where Inductor will look for one."""

@@ -20,7 +20,7 @@ class EagerUnit(Unit):
 
     def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Return the program with everything but the gradients filled in."""
-        return lambda grads: self._program([grads, *lists], shared)
+        return lambda grads: self._program([list(grads), *lists], shared)
 
 
 class EagerBackend(Backend):

@@ -17,7 +17,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from subprocess import CalledProcessError
 from types import FunctionType
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from compiled_optim.backends import store
 from compiled_optim.backends.base import Signature
+from compiled_optim.backends.direct import only_kernel
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Program, TensorLists
 
@@ -41,14 +42,24 @@ SHARED = -2
 class Graph:
     """A compiled graph and where each of its inputs comes from: ``(list, place)``, with SIZES and SHARED as lists.
 
-    ``run`` takes the inputs as a list, which it empties, and returns the outputs.
+    ``run`` takes the inputs as a list, which it empties, and returns the outputs. If the graph is ``one_kernel``, it
+    takes them as arguments instead and returns nothing.
     """
 
-    run: Callable[[list[Any]], Sequence[Tensor]]
+    run: Callable[..., Any]
     inputs: list[tuple[int, int]]
     kernels: int = 0
     seconds: float = 0.0
     from_disk: bool = False
+    one_kernel: bool = False
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Tensor]:
+        """Run the graph on the inputs it asks for."""
+        if self.one_kernel:
+            self.run(*arguments)
+            return ()
+        outputs: Sequence[Tensor] = self.run(arguments)
+        return outputs
 
     def arguments(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> list[Any]:
         """The graph's inputs in its own order."""
@@ -78,6 +89,7 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
                     f"torch {torch.__version__} is not supported here. compile=False runs the same step eagerly"
                 )
             store.save(signature, settings, graph.run, graph.inputs, graph.kernels)
+        graph = _straightened(signature, graph)
     graph.seconds = time.perf_counter() - start
     return graph
 
@@ -144,14 +156,30 @@ def _examples(signature: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[
     return lists, [example(shape, dtype, "cpu") for dtype, shape in signature.shared]
 
 
+def _straightened(signature: Signature, graph: Graph) -> Graph:
+    """The same graph without the wrapper around its kernel, if that is all there is to it."""
+    rank, width = signature.rank, signature.lane.width
+    shapes = [tuple(range(lane * rank + 1, lane * rank + 1 + rank)) for lane in range(width)]  # no number twice
+    arguments = graph.arguments(shapes, *_examples(signature, shapes))
+    found = only_kernel(graph.run, arguments, graph.inputs)
+    if found is None:
+        return graph
+    shorter = replace(graph, run=found[0], inputs=found[1], one_kernel=True)
+    return shorter if _agrees(signature, shorter) else graph
+
+
 def _agrees(signature: Signature, graph: Graph) -> bool:
-    """Whether the graph computes what the eager program does, on lanes of several sizes, one element among them."""
+    """Whether the graph computes what the eager program does, on lanes of several sizes, one element among them.
+
+    The gradients are given in other shapes: generated code takes their address, and this is relied upon.
+    """
     rows = (5,) * (signature.rank - 1)
     shapes = [(*rows, (37, 1, 3, 8)[lane % 4]) for lane in range(signature.lane.width)]
     lists, shared = _examples(signature, shapes)
     expected_lists, expected_shared = _examples(signature, shapes)
+    given = [[grad.view(1, -1, 1) for grad in lists[0]], *lists[1:]]
     try:
-        outputs = graph.run(graph.arguments(shapes, lists, shared))
+        outputs = graph(graph.arguments(shapes, given, shared))
     except (IndexError, KeyError, RuntimeError, TypeError):  # not even inputs of the right kind
         return False
     expected = signature.program(expected_lists, expected_shared)

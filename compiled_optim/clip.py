@@ -37,11 +37,11 @@ class Clipping:
     def __init__(self, optimizer: Optimizer, specs: Sequence[BatchSpec]) -> None:
         self.calls = [spec.bind(optimizer, spec.norm_signature) for spec in specs]
 
-    def run(self, optimizer: Optimizer, batches: Sequence[Batch], flats: Sequence[list[Tensor]]) -> Tensor:
+    def run(self, optimizer: Optimizer, batches: Sequence[Batch], gathered: Sequence[Sequence[Tensor]]) -> Tensor:
         """Set the batches' gradient scale and return the norm of all gradients before clipping."""
         pools: dict[Hashable, Tensor] = {None: torch.zeros((), dtype=torch.float64, device="cpu")}
         clips = [optimizer.clips(batch.spec.group, batch.spec.dtypes[0]) for batch in batches]
-        for calls, grads, batch_clips in zip(self.calls, flats, clips, strict=True):
+        for calls, grads, batch_clips in zip(self.calls, gathered, clips, strict=True):
             square = pools[None].new_zeros(())
             for call in calls:
                 part = call(grads)

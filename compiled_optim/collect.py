@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,17 +29,26 @@ class Entry:
     rows: bool
 
 
+Tensors = Sequence[Tensor]
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Tensors]:
+    """A function that picks the items at these places from a sequence, by a slice if they stand together."""
+    together = slice(places[0], places[-1] + 1)
+    return itemgetter(together) if list(places) == list(range(together.stop))[together] else itemgetter(*places)
+
+
 class BoundCall(NamedTuple):
-    """One call of a step: its unit and signature, and which of the batch's tensors it takes."""
+    """One call of a step: its unit and signature, and which of the batch's gradients it takes."""
 
     unit: Unit
     signature: Signature
-    places: list[int]
+    pick: Callable[[Tensors], Tensors]
     call: Call
 
-    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+    def __call__(self, grads: Tensors) -> Tensor | None:
         """Run it on the batch's gradients."""
-        return self.call([grads[i] for i in self.places])
+        return self.call(self.pick(grads))
 
 
 @dataclass
@@ -87,7 +97,8 @@ class BatchSpec:
         for lane, places in self.cut():
             unit = optimizer.obtain(self.backend, signature(lane))
             part = [[tensors[i] for i in places] for tensors in lists]
-            calls.append(BoundCall(unit, signature(lane), places, unit.bind([shapes[i] for i in places], part, shared)))
+            call = unit.bind([shapes[i] for i in places], part, shared)
+            calls.append(BoundCall(unit, signature(lane), picker(places), call))
         return calls
 
     def _device_type(self) -> str:

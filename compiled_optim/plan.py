@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from compiled_optim import layout, states
 from compiled_optim.clip import Clipping
-from compiled_optim.collect import BatchSpec
+from compiled_optim.collect import BatchSpec, Tensors, picker
 from compiled_optim.guard import Guard
 from compiled_optim.program import compute_dtype
 from compiled_optim.reallocation import has_memory
@@ -33,8 +33,8 @@ class Batch:
         self.steps = spec.steps
         self.counter = states.bind(optimizer, spec.entries, spec.program.states, optimizer.initial_state(spec.group))
         self._counter_version = self.counter._version
-        self._indices = [entry.index for entry in spec.entries]
-        self._views = self._grad_views(grads)
+        self._pick = picker([entry.index for entry in spec.entries])
+        self._views = self._grad_views(self._pick(grads))
         # a scattered parameter is worked on in a dense copy
         self._scratch: list[Tensor] = []
         self._scattered: list[Tensor] = []
@@ -52,22 +52,26 @@ class Batch:
         """Whether the step counter still holds what this batch last wrote there."""
         return self.counter._version == self._counter_version
 
-    def flatten(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """This step's gradients in the views the programs work on."""
-        if self._views is None:
-            return [grads[i].view(-1) for i in self._indices]  # type: ignore[union-attr]
-        return [view(grads[i]) for view, i in zip(self._views, self._indices, strict=True)]
+    def gather(self, grads: Sequence[Tensor | None]) -> Tensors:
+        """This step's gradients in the form the units take them."""
+        picked = self._pick(grads)
+        if not self._views:
+            return picked
+        gathered = list(picked)
+        for place, view in self._views.items():
+            gathered[place] = view(gathered[place])
+        return gathered
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Compute the scalars of the coming step."""
         self.scalars.fill(optimizer.scalars(self.spec.group, self.steps + 1).values())
 
-    def run(self, flats: list[Tensor]) -> None:
+    def run(self, grads: Tensors) -> None:
         """Update the parameters and states in place."""
         for scratch, param in zip(self._scratch, self._scattered, strict=True):
             scratch.copy_(param)
-        for call in self.calls:
-            call(flats)
+        for _, _, pick, call in self.calls:
+            call(pick(grads))
         for scratch, param in zip(self._scratch, self._scattered, strict=True):
             param.copy_(scratch)
         self.steps += 1
@@ -85,19 +89,17 @@ class Batch:
         self._scratch.append(scratch)
         return layout.view(scratch, rows)
 
-    def _grad_views(self, grads: Sequence[Tensor | None]) -> list[Callable[[Any], Tensor]] | None:
-        """How each gradient is viewed; None if they all are plain contiguous memory to be seen as 1-D."""
+    def _grad_views(self, grads: Tensors) -> dict[int, Callable[[Tensor], Tensor]]:
+        """How gradients are viewed that are not taken as they are."""
         rows = self.spec.rows
-        views: list[Callable[[Any], Tensor]] = []
-        plain = not rows
-        for param, i in zip(self.params, self._indices, strict=True):
-            grad = grads[i]
-            assert grad is not None
+        views: dict[int, Callable[[Tensor], Tensor]] = {}
+        for place, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
             dtype = layout.paired_dtype(param, grad)
-            fits = grad.dtype == dtype and layout.fits(param, grad, rows)
-            plain = plain and fits and grad.is_contiguous() and not grad.is_complex()
-            views.append(partial(layout.view, rows=rows) if fits else partial(_refitted, param, rows, dtype))
-        return None if plain else views
+            if grad.dtype != dtype or not layout.fits(param, grad, rows):
+                views[place] = partial(_refitted, param, rows, dtype)
+            elif not self.spec.backend.by_address:
+                views[place] = partial(layout.view, rows=rows)
+        return views
 
 
 def _refitted(param: Tensor, rows: bool, dtype: torch.dtype, grad: Tensor) -> Tensor:
@@ -150,12 +152,12 @@ class Plan:
 
     def run(self, optimizer: Optimizer, grads: Sequence[Tensor | None]) -> None:
         """Make one step."""
-        flats = [batch.flatten(grads) for batch in self.batches]
+        gathered = [batch.gather(grads) for batch in self.batches]
         for batch in self.batches:
             batch.prepare(optimizer)
         clipping = self.clipping
-        optimizer.last_grad_norm = clipping.run(optimizer, self.batches, flats) if clipping is not None else None
-        for batch, batch_flats in zip(self.batches, flats, strict=True):
-            batch.run(batch_flats)
+        optimizer.last_grad_norm = clipping.run(optimizer, self.batches, gathered) if clipping is not None else None
+        for batch, batch_grads in zip(self.batches, gathered, strict=True):
+            batch.run(batch_grads)
         # compiled code writes through pointers: tell autograd, which tracks in-place changes by version
         torch.autograd.graph.increment_version(self._written)
