@@ -28,7 +28,15 @@ SERIAL = Lane("serial", 4)
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
 
-COMMON_OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+COMMON_OPTIONS: dict[str, Any] = {
+    "size_asserts": False,
+    "alignment_asserts": False,
+    # what a later pass needs again is computed again: the same bytes are read as a temporary would take, and nothing is
+    # allocated, which for a large tensor costs a page fault every 4 KB of every step
+    "realize_reads_threshold": 1000,
+    "realize_acc_reads_threshold": 1000,
+    "realize_opcount_threshold": 1000,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     # dynamic_threads: follow torch.set_num_threads at run time instead of compiling the number in
     PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS},

@@ -232,7 +232,8 @@ class World:
             self.disturbed |= {name for name, address in before.items() if self.param(name).data_ptr() != address}
 
     def cast(self, method: str) -> None:
-        if self.device().type != "cpu" and self.disturbed:  # there and back would leave no trace but the address
+        # between devices, casts there and back leave no trace but the address, or one too many for the values to tell
+        if self.disturbed and {self.device().type, self.home} != {"cpu"}:
             return
         dtype = DTYPES[method]
         for name in self.names():
