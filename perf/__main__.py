@@ -30,8 +30,8 @@ def parser() -> Parser:
     made = Parser(
         prog="python -m perf",
         description="How fast the optimizers step on this machine, against torch.optim and other packages, against "
-        "what the memory can do, and what compiling costs. Without --workload, --optimizer and --dtype a default list is "
-        "run, in a few minutes; with any of them every combination of what is named.",
+        "what the memory can do, and what compiling costs. Without --workload, --optimizer and --dtype a default list "
+        "is run, in a few minutes; with any of them every combination of what is named.",
     )
 
     def several(flag: str, table: Sequence[str], about: str) -> None:

@@ -26,10 +26,20 @@ class Noise:
 
     def window(self, index: int) -> list[Tensor]:
         """The tensors of one window; those of nearby indices share no value at any place."""
-        start = index * 4099 % MARGIN
-        parts = torch.split(self.pool[start : start + sum(self.sizes)], self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return self._cut(self._flat(index))
 
-    def parameters(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Fresh parameters, of the size that initialisation gives to weights."""
-        return [torch.nn.Parameter((value * 0.02).to(dtype or value.dtype)) for value in self.window(0)]
+    def start(self) -> Tensor:
+        """The values that parameters begin with, in one piece, of the size that initialisation gives to weights."""
+        return self._flat(0) * 0.02
+
+    def parameters(self, dtype: torch.dtype) -> list[Tensor]:
+        """Fresh parameters in memory of their own."""
+        return [torch.nn.Parameter(value.to(dtype, copy=True)) for value in self._cut(self.start())]
+
+    def _flat(self, index: int) -> Tensor:
+        begin = index * 4099 % MARGIN
+        return self.pool[begin : begin + sum(self.sizes)]
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

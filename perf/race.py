@@ -7,7 +7,6 @@ change them; then the cache is swept if the workload is larger than it. The orde
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -71,7 +70,7 @@ class Lane:
     params: list[Tensor]
     entrant: Entrant
     turn: int = 1
-    warm_seconds: float = 0.0
+    warm_seconds: float = float("inf")
     seconds: dict[int, float] = field(default_factory=dict)
 
 
@@ -128,8 +127,8 @@ class Race:
                 row.status = "error"
                 row.reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
-    def _reference(self) -> list[Tensor]:
-        """How the checked steps move the parameters in float64."""
+    def _reference(self) -> Tensor:
+        """Where the checked steps lead in float64, as one flat tensor."""
         names = [name for name in REFERENCES if not_entered(name, self.rule, self.device.type, 0, True) is None]
         params = self.noise.parameters(torch.float64)
         entrant = CONTENDERS[names[0]].enter(self.rule, params)
@@ -137,46 +136,35 @@ class Race:
             for param, grad in zip(params, self.noise.window(step), strict=True):
                 param.grad = grad.double()
             entrant.step()
-        del entrant
-        start = self.noise.parameters()
-        return [
-            (after.detach() - before.detach().double()).float() for after, before in zip(params, start, strict=True)
-        ]
+        return flat(params)
 
-    def _enter(self, row: Row, expected: Sequence[Tensor]) -> None:
+    def _enter(self, row: Row, expected: Tensor) -> None:
         """Warm a contender up, and let it onto the track if its steps are right."""
-        start = time.perf_counter()
-        params = self.noise.parameters()
+        began = time.perf_counter()
+        params = self.noise.parameters(self.dtype)
         lane = Lane(params, CONTENDERS[row.contender].enter(self.rule, params))
         # past its limit of recompiles, torch.compile would go on eagerly without a word
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             for step in range(1, 1 + CHECKED_STEPS):
                 self._give_gradients(lane, step)
                 lane.entrant.step()
-            row.warmup_seconds = time.perf_counter() - start
-            row.deviation = self._deviation(params, expected)
+            row.warmup_seconds = time.perf_counter() - began
+            start, end = self.noise.start(), flat(params)
+            row.deviation = float((end - expected).norm() / (expected - start).norm())
             if not row.deviation <= TOLERANCE[self.dtype]:
                 row.status = "error"
-                still = all(torch.equal(a, b) for a, b in zip(params, self.noise.parameters(), strict=True))
                 row.reason = (
                     "did not step: the parameters are what they were"
-                    if still
+                    if torch.equal(start, end)
                     else f"computes something else: {row.deviation:.2g} away from the float64 reference"
                 )
                 return
             self._give_gradients(lane, 0)
             row.extra_bytes = extra_bytes(lane.entrant.step, self.device)
-            self._give_gradients(lane, 0)
-            lane.warm_seconds = self.clock.time(lane.entrant.step)
+            for step in range(2):
+                self._give_gradients(lane, step)
+                lane.warm_seconds = min(lane.warm_seconds, self.clock.time(lane.entrant.step))
         self.lanes[row.contender] = lane
-
-    def _deviation(self, params: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        squares, lengths = 0.0, 0.0
-        for param, before, move in zip(params, self.noise.parameters(), expected, strict=True):
-            wrong = param.detach().double() - before.detach().double() - move
-            squares += float(wrong.square().sum())
-            lengths += float(move.double().square().sum())
-        return math.sqrt(squares / lengths)
 
     def _give_gradients(self, lane: Lane, window: int) -> None:
         torch._foreach_copy_(self.buffers, self.noise.window(window))
@@ -215,6 +203,11 @@ class Race:
             row.baseline = baseline(timed)
             ratios = [seconds[r] / timed[row.baseline][r] for r in seconds if r in timed[row.baseline]]
             row.ratio = spread(ratios) if ratios else None
+
+
+def flat(params: Sequence[Tensor]) -> Tensor:
+    """All parameters in one tensor."""
+    return torch.cat([param.detach().view(-1) for param in params])
 
 
 def baseline(names: Collection[str]) -> str:

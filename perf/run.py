@@ -116,6 +116,8 @@ def run(request: Request, command: str) -> Report:
                 report.first_steps.extend(costs)
         except KeyboardInterrupt:
             report.interrupted = True
+            left = [str(case) for case in request.cases[len(races) :]] + ["first steps"] * request.compile_cost
+            report.notes += [f"not started: {', '.join(left)}"] if left else []
         if memory is not None:
             report.bytes_per_second, report.passes = memory.bytes_per_second, memory.passes
             report.machine["cache"] = f"{memory.cache / 2**20:.0f} MiB last level"
