@@ -50,7 +50,7 @@ def parser() -> Parser:
     made.add_argument(
         "--device", default="cpu", help="cpu (default), cuda, cuda:1, npu, ...; devices are timed by events"
     )
-    made.add_argument("--rounds", type=int, metavar="N", help="rounds in each race; default: about 5 seconds' worth")
+    made.add_argument("--rounds", type=int, metavar="N", help="rounds in each race; default: about 4 seconds' worth")
     made.add_argument(
         "--no-compile-cost", action="store_true", help="leave out the first steps in processes of their own"
     )

@@ -24,8 +24,7 @@ PROCESSES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("first", OURS, [("gpt2_small", COLD), ("resnet50", SAME)]),
     ("first", OURS, [("gpt2_small", WARM)]),
     ("second", OURS, [("tiny_mlp", COLD)]),
-    ("third", RECIPE, [("tiny_mlp", COLD), ("policy", SAME)]),
-    ("third", RECIPE, [("tiny_mlp", WARM)]),
+    ("third", RECIPE, [("tiny_mlp", COLD)]),
 ]
 """The cache directory, the contender, and the workloads in their order; each line is a process."""
 

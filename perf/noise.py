@@ -26,7 +26,7 @@ class Noise:
 
     def window(self, index: int) -> list[Tensor]:
         """The tensors of one window; those of nearby indices share no value at any place."""
-        return self._cut(self._flat(index))
+        return self.cut(self._flat(index))
 
     def start(self) -> Tensor:
         """The values that parameters begin with, in one piece, of the size that initialisation gives to weights."""
@@ -34,12 +34,13 @@ class Noise:
 
     def parameters(self, dtype: torch.dtype) -> list[Tensor]:
         """Fresh parameters in memory of their own."""
-        return [torch.nn.Parameter(value.to(dtype, copy=True)) for value in self._cut(self.start())]
+        return [torch.nn.Parameter(value.to(dtype, copy=True)) for value in self.cut(self.start())]
 
     def _flat(self, index: int) -> Tensor:
         begin = index * 4099 % MARGIN
         return self.pool[begin : begin + sum(self.sizes)]
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """One flat tensor as views of the workload's shapes."""
         parts = torch.split(flat, self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

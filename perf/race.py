@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,17 +18,14 @@ import torch._dynamo
 from torch import Tensor
 
 from perf.cases import DTYPES, Case
+from perf.check import CHECKED_STEPS, flat, judge, reference
 from perf.clock import Clock
-from perf.contenders import BASELINES, CONTENDERS, OURS, REFERENCES, Entrant, not_entered
+from perf.contenders import BASELINES, CONTENDERS, OURS, Entrant, not_entered
 from perf.memory import Memory, extra_bytes
 from perf.noise import Noise
 from perf.optimizers import RULES
 from perf.report import Row, Spread
 from perf.workloads import WORKLOADS, elements
-
-CHECKED_STEPS = 3
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""How far the checked steps may be from the reference, relative to their length; one that did not step is at 1."""
 
 SLOW, SLOW_SECONDS, SLOW_TURN = 3.0, 0.05, 4
 """Who takes so many times as long as the fastest, and at least so long, takes part in every fourth round only.
@@ -44,7 +41,7 @@ class Length:
     """How long a race is: a number of rounds, or about so many seconds; up to three times that for the least rounds."""
 
     rounds: int | None = None
-    seconds: float = 5.0
+    seconds: float = 4.0
     least: int = 16
     most: int = 300
 
@@ -92,9 +89,10 @@ class Race:
         self.results = {name: replace(row, contender=name, status="interrupted") for name in asked or CONTENDERS}
         self.lanes: dict[str, Lane] = {}
         for name, result in self.results.items():
-            unasked = not asked and not case.whole_model
-            if (why := not_entered(name, self.rule, device.type, len(self.shapes), not unasked)) is not None:
+            if (why := not_entered(name, self.rule, device.type, len(self.shapes), bool(asked))) is not None:
                 result.status, result.reason = why
+            elif name in case.without and not asked:
+                result.status, result.reason = "skipped", f"to save time: --workload {case.workload}"
 
     def run(self, progress: Progress) -> None:
         """Check everybody, then go round by round; what was measured is kept even if this is interrupted."""
@@ -118,7 +116,7 @@ class Race:
         progress("preparing", 0.0)
         self.noise = Noise(self.shapes, self.dtype, self.device)
         self.buffers = [torch.empty_like(value) for value in self.noise.window(0)]
-        expected = self._reference()
+        expected = reference(self.rule, self.noise, self.device)
         for row in self._waiting():
             progress(f"checking {row.contender}", 0.1)
             try:
@@ -126,17 +124,6 @@ class Race:
             except Exception as error:  # whatever another package raises is its result
                 row.status = "error"
                 row.reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-
-    def _reference(self) -> Tensor:
-        """Where the checked steps lead in float64, as one flat tensor."""
-        names = [name for name in REFERENCES if not_entered(name, self.rule, self.device.type, 0, True) is None]
-        params = self.noise.parameters(torch.float64)
-        entrant = CONTENDERS[names[0]].enter(self.rule, params)
-        for step in range(1, 1 + CHECKED_STEPS):
-            for param, grad in zip(params, self.noise.window(step), strict=True):
-                param.grad = grad.double()
-            entrant.step()
-        return flat(params)
 
     def _enter(self, row: Row, expected: Tensor) -> None:
         """Warm a contender up, and let it onto the track if its steps are right."""
@@ -149,15 +136,9 @@ class Race:
                 self._give_gradients(lane, step)
                 lane.entrant.step()
             row.warmup_seconds = time.perf_counter() - began
-            start, end = self.noise.start(), flat(params)
-            row.deviation = float((end - expected).norm() / (expected - start).norm())
-            if not row.deviation <= TOLERANCE[self.dtype]:
+            row.deviation, row.reason = judge(self.noise.start(), flat(params), expected)
+            if row.reason:
                 row.status = "error"
-                row.reason = (
-                    "did not step: the parameters are what they were"
-                    if torch.equal(start, end)
-                    else f"computes something else: {row.deviation:.2g} away from the float64 reference"
-                )
                 return
             self._give_gradients(lane, 0)
             row.extra_bytes = extra_bytes(lane.entrant.step, self.device)
@@ -203,11 +184,6 @@ class Race:
             row.baseline = baseline(timed)
             ratios = [seconds[r] / timed[row.baseline][r] for r in seconds if r in timed[row.baseline]]
             row.ratio = spread(ratios) if ratios else None
-
-
-def flat(params: Sequence[Tensor]) -> Tensor:
-    """All parameters in one tensor."""
-    return torch.cat([param.detach().view(-1) for param in params])
 
 
 def baseline(names: Collection[str]) -> str:

@@ -143,11 +143,12 @@ def _summary(report: Report) -> Section:
     ]
     silent = [row for row in report.rows if row.contender not in (*columns, *(USUAL if usual else ()))]
     missing = {row.contender: row.reason for row in silent if row.status in ("absent", "skipped", "error")}
+    grouped = {why: [name for name in missing if missing[name] == why] for why in missing.values()}
     return Section(
         "Summary: ms for a step, median",
         headers,
         rows,
-        [f"not measured: {name}: {why}" for name, why in missing.items()],
+        [f"not measured: {', '.join(names)}: {why}" for why, names in grouped.items()],
     )
 
 
@@ -183,7 +184,7 @@ def _legend(report: Report) -> list[str]:
         "same minimum.",
         '"cache": the workload fits in the cache, or nearly; its limit is not the memory. Larger ones start each step '
         "with a swept cache.",
-        "extra MB: the most a step allocates for itself. warm-up: making the optimizer and its first 3 steps, not part "
+        "extra MB: the most a step allocates for itself. warm-up: making the optimizer and its first 2 steps, not part "
         "of the times, with whatever the cache directory held. deviation: of those steps from a float64 reference.",
         "recompiles: in 20 more steps under a schedule. graphs of torch.compile(step): the process's total.",
         "Nothing here is about a device other than the one named at the top.",
