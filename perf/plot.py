@@ -28,7 +28,7 @@ COLORS = {
     "deepspeed": "#a0522d",
 }
 INK, FAINT = "#222222", "#777777"
-PER_PANEL = 8
+PER_PANEL = 9
 
 
 def draw(report: Report, path: Path) -> None:
@@ -40,18 +40,20 @@ def draw(report: Report, path: Path) -> None:
     fused = [race for race in races if race[0].baseline == "torch fused"]
     others = [race for race in races if race[0].baseline != "torch fused"]
     panels = [part for kind in (fused, others) for part in _cut(kind)]
-    figure = Figure(figsize=(13.33, 1.5 + 3.6 * len(panels)), dpi=150)
+    figure = Figure(figsize=(13.33, 1.3 + 3.1 * len(panels)), dpi=150)
     figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.1)
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         _panel(axes, panel, report)
     used = [name for name in CONTENDERS if any(row.contender == name for race in races for row in race)]
     handles: list[Patch | Line2D] = [Patch(color=COLORS[name], label=name) for name in used]
     if any(report.limit(race[0]) for race in races):
-        handles.append(Line2D([], [], color=INK, linewidth=2.2, label="limit of the memory"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=10.5)
+        handles.append(Line2D([], [], color=INK, linewidth=2.2, label="memory limit"))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), 9), frameon=False, columnspacing=1.4
+    )
     machine = report.machine
     figure.suptitle(
-        f"Speed of an optimizer step  ·  {machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
+        f"Speed of an optimizer step on {machine['device']}: {machine['cpu']}, {machine['threads']} threads, "
         f"torch {machine['torch'].split('+')[0]}, {report.date[:10]}",
         fontsize=14,
         color=INK,
@@ -66,8 +68,8 @@ def _cut(races: Sequence[list[Row]]) -> list[Sequence[list[Row]]]:
 
 
 def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
-    width = 0.84 / max(map(len, races))
-    top = 1.0
+    width = min(0.84 / max(map(len, races)), 0.2)
+    top, ours = 1.0, []
     for place, race in enumerate(races):
         start = place - width * (len(race) - 1) / 2
         for number, row in enumerate(race):
@@ -79,15 +81,19 @@ def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
                 axes.errorbar(x, speed, yerr=whisker, color=FAINT, linewidth=0.9, capsize=1.5, zorder=3)
             top = max(top, 1 / row.ratio.low)
             if row.contender == OURS:
-                label = f"{speed:.2f}×" if speed < 10 else f"{speed:.0f}×"
-                axes.annotate(
-                    label, (x, 1 / row.ratio.low), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
-                    fontsize=10.5, fontweight="bold", color=COLORS[OURS],
-                )  # fmt: skip
-        top = max(top, _limit(axes, place, race, report))
+                ours.append((x, speed, 1 / row.ratio.high))
+        top = max(top, _limit(axes, place, width * len(race) / 2 + 0.04, race, report))
+    for x, speed, low in ours:
+        inside = low > 0.3 * top  # of the bar, where nothing else is drawn
+        axes.annotate(
+            f"{speed:.2f}×" if speed < 9.95 else f"{speed:.0f}×",
+            (x, low if inside else speed), xytext=(0, -4 if inside else 8), textcoords="offset points", rotation=90,
+            ha="center", va="top" if inside else "bottom", fontsize=10.5, fontweight="bold",
+            color="white" if inside else COLORS[OURS], zorder=5,
+        )  # fmt: skip
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     same = len({race[0].baseline for race in races}) == 1
-    axes.set_xticks(range(len(races)), [_label(race[0], same) for race in races], fontsize=10.5, color=INK)
+    axes.set_xticks(range(len(races)), [_label(race[0], same) for race in races], fontsize=10, color=INK)
     axes.set_ylabel(
         f"speed, {races[0][0].baseline if same else 'usual implementation'} = 1\nhigher is better", color=INK
     )
@@ -100,14 +106,14 @@ def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _limit(axes: Axes, place: int, race: Sequence[Row], report: Report) -> float:
+def _limit(axes: Axes, place: int, reach: float, race: Sequence[Row], report: Report) -> float:
     """Draw how fast the memory would allow a step to be; returns the height."""
     limit = report.limit(race[0])
     times = [row.time for row in race if row.contender == row.baseline]
     if limit is None or not times or times[0] is None:
         return 0.0
     height = times[0].median / limit
-    axes.hlines(height, place - 0.44, place + 0.44, color=INK, linewidth=2.2, zorder=4)
+    axes.hlines(height, place - reach, place + reach, color=INK, linewidth=2.2, zorder=4)
     return height
 
 
