@@ -16,22 +16,25 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """How far the checked steps may be from the reference, relative to their length; one that did not step is at 1."""
 
 
-def reference(rule: Rule, noise: Noise, device: torch.device) -> Tensor:
-    """Where the checked steps lead, computed in float64 by the first of REFERENCES there is, as one flat tensor."""
-    made = next(CONTENDERS[name] for name in REFERENCES if not_entered(name, rule, device.type, 0, asked=True) is None)
+def reference(rule: Rule, noise: Noise) -> Tensor:
+    """Where the checked steps lead, as one flat tensor.
+
+    Computed in float64 by the first of REFERENCES there is, on the CPU, because not every device has float64; tensor by
+    tensor if the rule lets us, because float64 copies of a whole model take more memory than all else here.
+    """
+    made = next(CONTENDERS[name] for name in REFERENCES if not_entered(name, rule, "cpu", 0, asked=True) is None)
     starts, windows = noise.cut(noise.start()), [noise.window(step) for step in range(1, 1 + CHECKED_STEPS)]
-    # tensor by tensor if the rule lets us: float64 copies of a whole model take more memory than all else here
     places = range(len(starts))
     ends: list[Tensor] = []
     for part in [list(places)] if rule.norm else [[place] for place in places]:
-        params: list[Tensor] = [torch.nn.Parameter(starts[place].double()) for place in part]
+        params: list[Tensor] = [torch.nn.Parameter(starts[place].cpu().double()) for place in part]
         entrant = made.enter(rule, params)
         for grads in windows:
             for param, place in zip(params, part, strict=True):
-                param.grad = grads[place].double()
+                param.grad = grads[place].cpu().double()
             entrant.step()
         ends += [param.detach().float() for param in params]
-    return flat(ends)
+    return flat(ends).to(noise.pool.device)
 
 
 def judge(start: Tensor, end: Tensor, expected: Tensor) -> tuple[float, str]:

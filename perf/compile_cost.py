@@ -29,6 +29,10 @@ PROCESSES: list[tuple[str, str, list[tuple[str, str]]]] = [
 """The cache directory, the contender, and the workloads in their order; each line is a process."""
 
 
+class ChildError(Exception):
+    """A process could not make its first step; the message is one line for the report."""
+
+
 def measure(device: str, progress: Callable[[str, float], None]) -> Iterator[FirstStep]:
     """Run the processes one after the other."""
     with tempfile.TemporaryDirectory() as root:
@@ -40,7 +44,8 @@ def measure(device: str, progress: Callable[[str, float], None]) -> Iterator[Fir
                 command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent
             )
             if result.returncode:
-                raise RuntimeError(f"{' '.join(command[1:])} failed:\n{result.stderr}")
+                said = result.stderr.strip().splitlines() or ["no message"]
+                raise ChildError(f"first step of {contender} on {plan[0][0]} failed: {said[-1]}")
             lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
             for (workload, situation), counts in zip(plan, lines, strict=True):
                 yield FirstStep(contender, workload, situation, **counts)

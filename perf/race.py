@@ -102,28 +102,29 @@ class Race:
         finally:
             self._summarise()
             self.lanes.clear()
-            if self.device.type == "cpu":
-                torch._dynamo.reset()  # so that the next race does not meet this one's recompile limit
+            torch._dynamo.reset()  # so that the next race does not meet this one's recompile limit
 
     def rows(self) -> list[Row]:
         """A row for each contender, in the order of the table."""
         return list(self.results.values())
 
-    def _waiting(self) -> list[Row]:
-        return [row for row in self.results.values() if row.status == "interrupted"]
-
     def _warm_up(self, progress: Progress) -> None:
         progress("preparing", 0.0)
         self.noise = Noise(self.shapes, self.dtype, self.device)
         self.buffers = [torch.empty_like(value) for value in self.noise.window(0)]
-        expected = reference(self.rule, self.noise, self.device)
-        for row in self._waiting():
+        expected = reference(self.rule, self.noise)
+        for row in [row for row in self.results.values() if row.status == "interrupted"]:
             progress(f"checking {row.contender}", 0.1)
             try:
                 self._enter(row, expected)
-            except Exception as error:  # whatever another package raises is its result
-                row.status = "error"
-                row.reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            except Exception as error:
+                self._failed(row.contender, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Whatever another package raises is its result."""
+        said = str(error).strip().splitlines() or [""]
+        self.results[name].status, self.results[name].reason = "error", f"{type(error).__name__}: {said[0]}"
+        self.lanes.pop(name, None)
 
     def _enter(self, row: Row, expected: Tensor) -> None:
         """Warm a contender up, and let it onto the track if its steps are right."""
@@ -165,11 +166,13 @@ class Race:
         started, done = time.perf_counter(), 0
         while self.length.goes_on(done, started):
             progress("racing", 0.2 + 0.8 * self.length.fraction(done, started))
-            order = random.Random(done).sample(list(self.lanes.values()), len(self.lanes))
-            for lane in order:
+            for name, lane in random.Random(done).sample(list(self.lanes.items()), len(self.lanes)):
                 if done % lane.turn == 0:
                     self._give_gradients(lane, CHECKED_STEPS + 1 + done)
-                    lane.seconds[done] = self.clock.time(lane.entrant.step)
+                    try:
+                        lane.seconds[done] = self.clock.time(lane.entrant.step)
+                    except Exception as error:
+                        self._failed(name, error)
             done += 1
         for name, lane in self.lanes.items():
             if torch.equal(before[name], lane.params[-1]):

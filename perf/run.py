@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,13 +89,13 @@ def run(request: Request, command: str) -> Report:
     start = time.perf_counter()
     now = datetime.datetime.now().astimezone()
     report = Report(machine(request.device), command, now.strftime("%Y-%m-%d %H:%M"))
-    races: list[Race] = []
+    started = 0
     jobs = len(request.cases) + request.compile_cost
     shown = [0.0]
     with tqdm(total=jobs, bar_format="{percentage:3.0f}%|{bar:30}| {elapsed} {desc}", file=sys.stderr) as bar:
 
         def show(job: int, what: str, fraction: float) -> None:
-            bar.n = job + fraction
+            bar.n = job - 1 + fraction
             bar.set_description_str(what, refresh=False)
             if time.perf_counter() - shown[0] > (0.2 if sys.stderr.isatty() else 10.0):
                 bar.refresh()
@@ -103,28 +103,42 @@ def run(request: Request, command: str) -> Report:
 
         memory: Memory | None = None
         try:
-            show(0, "measuring the memory", 0.0)
+            show(1, "measuring the memory", 0.0)
             memory = Memory(request.device)
             memory.measure()
-            for number, case in enumerate(request.cases):
-                length = Length(request.rounds)
-                races.append(Race(case, request.device, memory, length, request.contenders))
-                races[-1].run(lambda what, fraction, n=number, c=case: show(n, f"{c}: {what}", fraction))  # type: ignore[misc]
+            for case in request.cases:
+                started += 1
+                _race(
+                    Race(case, request.device, memory, Length(request.rounds), request.contenders),
+                    report,
+                    show,
+                    started,
+                )
                 memory.measure()
             if request.compile_cost:
-                costs = compile_cost.measure(request.device.type, lambda what, fraction: show(jobs - 1, what, fraction))
-                report.first_steps.extend(costs)
+                started += 1
+                for first in compile_cost.measure(request.device.type, lambda what, part: show(started, what, part)):
+                    report.first_steps.append(first)
+            show(jobs + 1, "done", 0.0)
         except KeyboardInterrupt:
             report.interrupted = True
-            left = [str(case) for case in request.cases[len(races) :]] + ["first steps"] * request.compile_cost
+            left = [*map(str, request.cases), *["first steps"] * request.compile_cost][started:]
             report.notes += [f"not started: {', '.join(left)}"] if left else []
+        except compile_cost.ChildError as error:
+            report.notes.append(str(error))
         if memory is not None:
             report.bytes_per_second, report.passes = memory.bytes_per_second, memory.passes
             report.machine["cache"] = f"{memory.cache / 2**20:.0f} MiB last level"
-        bar.n = jobs
-    report.rows = [row for race in races for row in race.rows()]
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _race(race: Race, report: Report, show: Callable[[int, str, float], None], job: int) -> None:
+    """Run a race and keep its rows, also those of one that is interrupted."""
+    try:
+        race.run(lambda what, fraction: show(job, f"{race.case}: {what}", fraction))
+    finally:
+        report.rows += race.rows()
 
 
 def machine(device: torch.device) -> dict[str, str]:

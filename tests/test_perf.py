@@ -172,6 +172,16 @@ class Tiring(torch.optim.AdamW):
         return super().step(closure) if self.steps <= perf.race.CHECKED_STEPS else None
 
 
+class Collapsing(Tiring):
+    """Fails after a while."""
+
+    def step(self, closure=None):
+        if self.steps > perf.race.CHECKED_STEPS + 3:
+            raise ValueError("enough")
+        self.steps += 1
+        return torch.optim.AdamW.step(self, closure)
+
+
 class Poisonous(torch.optim.AdamW):
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:
@@ -189,11 +199,12 @@ class Broken(torch.optim.AdamW):
         (DropsGradients, {}, "ok", ""),
         (Lazy, {}, "error", "did not step: the parameters are what they were"),
         (Tiring, {}, "error", "stopped stepping while it was timed"),
+        (Collapsing, {}, "error", "ValueError: enough"),
         (Broken, {}, "error", "ValueError: out of luck"),
         (torch.optim.AdamW, {"lr": 1.01e-3}, "error", "computes something else: 0.0"),
         (Poisonous, {}, "error", "computes something else: nan"),
     ],
-    ids=["drops gradients", "lazy", "tiring", "broken", "wrong", "poisonous"],
+    ids=["drops gradients", "lazy", "tiring", "collapsing", "broken", "wrong", "poisonous"],
 )
 def test_a_contender_that_does_not_really_step_is_an_error(cls, options, status, reason, small, memory, monkeypatch):
     made = Contender(lambda rule, params: cls(params, **{**rule.options, **options}), lambda rule: True)
@@ -353,6 +364,9 @@ def test_first_steps_in_processes_of_their_own(small, monkeypatch):
         ("tiny_mlp", "first", 0),
         ("policy", "second", 0),
     ]
+    monkeypatch.setattr(compile_cost, "PROCESSES", [("cache", "nobody", [("tiny_mlp", "first")])])
+    with pytest.raises(compile_cost.ChildError, match=r"^first step of nobody on tiny_mlp failed: KeyError: 'nobody'$"):
+        list(compile_cost.measure("cpu", lambda what, fraction: None))
     counts = first_step.first_step("ours", "small", "cpu")
     assert counts["graphs"] >= 1
     assert counts["calls_per_step"] >= 1
