@@ -12,8 +12,11 @@ from perf.noise import Noise
 from perf.optimizers import Rule
 
 CHECKED_STEPS = 2
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""How far the checked steps may be from the reference, relative to their length; one that did not step is at 1."""
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.25}
+"""How far the checked steps may be from the reference, relative to their length; one that did not step is at 1.
+
+Not tighter: torch's own norm of 40 million float32 elements is off by a thousandth on the CPU, and Lamb divides by it.
+"""
 
 
 def reference(rule: Rule, noise: Noise) -> Tensor:

@@ -24,7 +24,8 @@ def cache_bytes(device: torch.device) -> int:
 class Memory:
     """Measures the bandwidth of read-modify-write passes over arrays that do not fit in the cache, with all threads.
 
-    The best pass is the limit: no step over as many bytes can be faster. Passes are made before and after each race.
+    The best pass is the limit: no step over as many bytes can be faster. Passes are made in every
+    round, because what the memory can do depends on who else uses it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,17 +44,16 @@ class Memory:
         """Push everything else out of the cache."""
         self.a[: self.cache // 2].mul_(1.0)
 
-    def measure(self, rounds: int = 3) -> None:
-        """Make a few passes of each kind: one, two or three arrays read, one of them written."""
-        for _ in range(rounds):
-            for arrays, run in (
-                (2, lambda: self.a.mul_(0.999)),
-                (3, lambda: self.a.add_(self.b, alpha=1e-9)),
-                (4, lambda: self.a.addcmul_(self.b, self.c, value=1e-9)),
-            ):
-                rate = arrays * 4 * self.a.numel() / self.clock.time(run)
-                self.bytes_per_second = max(self.bytes_per_second, rate)
-                self.passes += 1
+    def measure(self) -> None:
+        """Make a pass of each kind: one, two or three arrays read, one of them written."""
+        for arrays, run in (
+            (2, lambda: self.a.mul_(0.999)),
+            (3, lambda: self.a.add_(self.b, alpha=1e-9)),
+            (4, lambda: self.a.addcmul_(self.b, self.c, value=1e-9)),
+        ):
+            rate = arrays * 4 * self.a.numel() / self.clock.time(run)
+            self.bytes_per_second = max(self.bytes_per_second, rate)
+            self.passes += 1
 
 
 def extra_bytes(step: Callable[[], object], device: torch.device) -> int:

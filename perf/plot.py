@@ -29,6 +29,7 @@ COLORS = {
 }
 INK, FAINT = "#222222", "#777777"
 PER_PANEL = 9
+FAR = 1.6
 
 
 def draw(report: Report, path: Path) -> None:
@@ -69,28 +70,20 @@ def _cut(races: Sequence[list[Row]]) -> list[Sequence[list[Row]]]:
 
 def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
     width = min(0.84 / max(map(len, races)), 0.2)
-    top, ours = 1.0, []
-    for place, race in enumerate(races):
+    ratios = [row.ratio for race in races for row in race if row.ratio is not None]
+    highest = max(1 / ratio.low for ratio in ratios)
+    limits = [_limit(race, report) for race in races]
+    # a limit far above all bars would make them small: it is then named at the top instead
+    top = min(max([highest, *(limit for limit in limits if limit)]), FAR * highest)
+    for place, (race, limit) in enumerate(zip(races, limits, strict=True)):
         start = place - width * (len(race) - 1) / 2
         for number, row in enumerate(race):
-            assert row.ratio is not None
-            x, speed = start + number * width, 1 / row.ratio.median
-            whisker = [[speed - 1 / row.ratio.high], [1 / row.ratio.low - speed]]
-            axes.bar(x, speed, width * 0.92, color=COLORS[row.contender], zorder=2)
-            if row.contender != row.baseline:
-                axes.errorbar(x, speed, yerr=whisker, color=FAINT, linewidth=0.9, capsize=1.5, zorder=3)
-            top = max(top, 1 / row.ratio.low)
-            if row.contender == OURS:
-                ours.append((x, speed, 1 / row.ratio.high))
-        top = max(top, _limit(axes, place, width * len(race) / 2 + 0.04, race, report))
-    for x, speed, low in ours:
-        inside = low > 0.3 * top  # of the bar, where nothing else is drawn
-        axes.annotate(
-            f"{speed:.2f}×" if speed < 9.95 else f"{speed:.0f}×",
-            (x, low if inside else speed), xytext=(0, -4 if inside else 8), textcoords="offset points", rotation=90,
-            ha="center", va="top" if inside else "bottom", fontsize=10.5, fontweight="bold",
-            color="white" if inside else COLORS[OURS], zorder=5,
-        )  # fmt: skip
+            _bar(axes, start + number * width, width * 0.92, row, top)
+        if limit is not None and limit <= top:
+            reach = width * len(race) / 2 + 0.04
+            axes.hlines(limit, place - reach, place + reach, color=INK, linewidth=2.2, zorder=4)
+        elif limit is not None:
+            axes.text(place, top * 1.02, f"limit {limit:.1f}× ↑", ha="center", fontsize=9.5, color=INK)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     same = len({race[0].baseline for race in races}) == 1
     axes.set_xticks(range(len(races)), [_label(race[0], same) for race in races], fontsize=10, color=INK)
@@ -106,15 +99,30 @@ def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _limit(axes: Axes, place: int, reach: float, race: Sequence[Row], report: Report) -> float:
-    """Draw how fast the memory would allow a step to be; returns the height."""
+def _bar(axes: Axes, x: float, width: float, row: Row, top: float) -> None:
+    """One contender: its bar, the quartiles, and for ours the number."""
+    assert row.ratio is not None
+    speed, slow, fast = 1 / row.ratio.median, 1 / row.ratio.high, 1 / row.ratio.low
+    axes.bar(x, speed, width, color=COLORS[row.contender], zorder=2)
+    if row.contender != row.baseline:
+        axes.errorbar(
+            x, speed, yerr=[[speed - slow], [fast - speed]], color=FAINT, linewidth=0.9, capsize=1.5, zorder=3
+        )
+    if row.contender == OURS:
+        inside = slow > 0.25 * top
+        axes.annotate(
+            f"{speed:.2f}×" if speed < 9.95 else f"{speed:.0f}×",
+            (x, slow if inside else fast), xytext=(0, -4 if inside else 4), textcoords="offset points", rotation=90,
+            ha="center", va="top" if inside else "bottom", fontsize=10.5, fontweight="bold",
+            color="white" if inside else COLORS[OURS], zorder=5,
+        )  # fmt: skip
+
+
+def _limit(race: Sequence[Row], report: Report) -> float | None:
+    """How fast the memory would allow a step to be, relative to the baseline."""
     limit = report.limit(race[0])
-    times = [row.time for row in race if row.contender == row.baseline]
-    if limit is None or not times or times[0] is None:
-        return 0.0
-    height = times[0].median / limit
-    axes.hlines(height, place - reach, place + reach, color=INK, linewidth=2.2, zorder=4)
-    return height
+    baseline = next((row.time for row in race if row.contender == row.baseline), None)
+    return baseline.median / limit if limit is not None and baseline is not None else None
 
 
 def _label(row: Row, same_baseline: bool) -> str:

@@ -166,6 +166,8 @@ class Race:
         started, done = time.perf_counter(), 0
         while self.length.goes_on(done, started):
             progress("racing", 0.2 + 0.8 * self.length.fraction(done, started))
+            if not self.in_cache:
+                self.memory.measure()  # under whatever else the machine is doing right now
             for name, lane in random.Random(done).sample(list(self.lanes.items()), len(self.lanes)):
                 if done % lane.turn == 0:
                     self._give_gradients(lane, CHECKED_STEPS + 1 + done)

@@ -131,11 +131,11 @@ def _summary(report: Report) -> Section:
             )
         ratio = f"{ours.ratio.plain()} of {ours.baseline}" if ours is not None and ours.ratio is not None else ""
         share = _share(report, ours) if ours is not None and ours.time is not None else ""
-        rows.append([first.workload, first.optimizer, first.dtype, *cells, ratio, share])
+        what = first.optimizer if first.dtype == "float32" else f"{first.optimizer} {first.dtype}"
+        rows.append([first.workload, what, *cells, ratio, share])
     headers = [
         "workload",
         "optimizer",
-        "dtype",
         *columns,
         *(["usual"] if usual else []),
         "ours / baseline",

@@ -105,7 +105,8 @@ def run(request: Request, command: str) -> Report:
         try:
             show(1, "measuring the memory", 0.0)
             memory = Memory(request.device)
-            memory.measure()
+            for _ in range(5):
+                memory.measure()
             for case in request.cases:
                 started += 1
                 _race(
@@ -114,7 +115,6 @@ def run(request: Request, command: str) -> Report:
                     show,
                     started,
                 )
-                memory.measure()
             if request.compile_cost:
                 started += 1
                 for first in compile_cost.measure(request.device.type, lambda what, part: show(started, what, part)):

@@ -201,7 +201,7 @@ class Broken(torch.optim.AdamW):
         (Tiring, {}, "error", "stopped stepping while it was timed"),
         (Collapsing, {}, "error", "ValueError: enough"),
         (Broken, {}, "error", "ValueError: out of luck"),
-        (torch.optim.AdamW, {"lr": 1.01e-3}, "error", "computes something else: 0.0"),
+        (torch.optim.AdamW, {"lr": 1.1e-3}, "error", "computes something else: 0.1"),
         (Poisonous, {}, "error", "computes something else: nan"),
     ],
     ids=["drops gradients", "lazy", "tiring", "collapsing", "broken", "wrong", "poisonous"],
