@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from perf import compile_cost
+from perf.busy import Others
 from perf.cases import DTYPES, Case, choose
 from perf.contenders import CONTENDERS
 from perf.memory import Memory
@@ -86,7 +87,7 @@ class Request:
 
 def run(request: Request, command: str) -> Report:
     """Measure; an interruption (Ctrl-C) ends it early with what there is."""
-    start = time.perf_counter()
+    start, others = time.perf_counter(), Others()
     now = datetime.datetime.now().astimezone()
     report = Report(machine(request.device), command, now.strftime("%Y-%m-%d %H:%M"))
     started = 0
@@ -130,6 +131,7 @@ def run(request: Request, command: str) -> Report:
             report.bytes_per_second, report.passes = memory.bytes_per_second, memory.passes
             report.machine["cache"] = f"{memory.cache / 2**20:.0f} MiB last level"
     report.seconds = time.perf_counter() - start
+    report.notes += others.note()
     return report
 
 
