@@ -1,5 +1,5 @@
 # make test    set up .venv and run the whole test suite; PYTEST_ARGS="..." passes arguments to pytest
-# make report  set up .venv and measure the optimizers on this machine
+# make report  set up .venv and measure the optimizers on this machine; PERF_ARGS="..." passes arguments to perf
 # make lint    ruff and mypy
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
 
@@ -15,7 +15,7 @@ test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 report: $(READY)
-	$(BIN)/python -m perf
+	$(BIN)/python -m perf $(PERF_ARGS)
 
 # mypy reads an installed copy: only there is backends/ a part of the package
 lint: $(READY)
@@ -23,7 +23,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	rm -rf build
 	$(PIP) --no-deps --no-build-isolation --target build/typed .
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim
+	cp -r perf build/typed
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim -p perf
 
 wheel: $(READY)
 	rm -rf build
@@ -36,7 +37,7 @@ wheel: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation --editable ".[dev]"
+	$(PIP) --no-build-isolation --editable ".[dev,perf]"
 	touch $@
 
 clean:

@@ -1,161 +1,95 @@
-"""A first report: step times against torch.optim and other implementations, and what compiling costs.
-
-Contenders take turns round by round in one process, on copies of the same parameters with fresh gradients, and each is
-checked against the others before it is timed.
-"""
+"""The perf report: ``python -m perf --help``."""
 
 from __future__ import annotations
 
-import os
-import statistics
-import subprocess
+import argparse
+import shlex
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
-import torch
-from adamp import AdamP as PublishedAdamP
-from tabulate import tabulate
-
-import compiled_optim as co
-from perf.peers import ForeachLamb
-from perf.workloads import WORKLOADS
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {}, "AdamW": {}}
-CASES = [
-    *((workload, name) for workload in ("tiny_mlp", "thousand_tensors", "resnet50") for name in OPTIMIZERS),
-    ("gpt2_small", "AdamW"),
-]
-SECONDS_PER_CASE = 5.0
-
-Maker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-USUAL: dict[str, tuple[Maker, Maker]] = {
-    "AdamP": (lambda p: co.AdamP(p, weight_decay=0.01), lambda p: PublishedAdamP(p, weight_decay=0.01)),
-    "Lamb": (lambda p: co.Lamb(p, weight_decay=0.01), lambda p: ForeachLamb(p, weight_decay=0.01)),
-    "BertAdam": (co.BertAdam, lambda p: ForeachLamb(p, weight_decay=0.01, trust=False, clip=1.0)),
-    "Adadelta": (co.Adadelta, lambda p: torch.optim.Adadelta(p, foreach=True)),
-    "RMSprop": (co.RMSprop, lambda p: torch.optim.RMSprop(p, foreach=True)),
-}
+from perf.report import BadInput, Report
 
 
-class Contender:
-    """An optimizer over its own copy of a workload's parameters."""
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
 
-    def __init__(self, make: Maker, values: list[torch.Tensor]) -> None:
-        self.params = [torch.nn.Parameter(value.clone()) for value in values]
-        self.optimizer = make(self.params)
-        self.seconds: list[float] = []
-
-    def step(self, grads: list[torch.Tensor]) -> float:
-        """One step with fresh copies of the gradients; returns the seconds of the step alone."""
-        for param, grad in zip(self.params, grads, strict=True):
-            param.grad = grad.clone()
-        start = time.perf_counter()
-        self.optimizer.step()
-        return time.perf_counter() - start
+    def error(self, message: str) -> NoReturn:
+        """Leave with exit code 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
-def contenders(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
-    """Ours, and torch's three implementations."""
-    ours, theirs, options = getattr(co, name), getattr(torch.optim, name), OPTIMIZERS[name]
-    makers: dict[str, Maker] = {
-        "ours": lambda p: ours(p, **options),
-        "ours eager": lambda p: ours(p, **options, compile=False),
-        "torch fused": lambda p: theirs(p, **options, fused=True),
-        "torch foreach": lambda p: theirs(p, **options, foreach=True),
-        "torch loop": lambda p: theirs(p, **options, foreach=False),
-    }
-    return {key: Contender(make, values) for key, make in makers.items()}
+def parser() -> Parser:
+    """The command line."""
+    from perf.cases import DTYPES
+    from perf.contenders import CONTENDERS
+    from perf.optimizers import RULES
+    from perf.workloads import WORKLOADS
+
+    made = Parser(
+        prog="python -m perf",
+        description="How fast the optimizers step on this machine, against torch.optim and other packages, against "
+        "what the memory can do, and what compiling costs. Without --workload, --optimizer and --dtype a default list "
+        "is run, in a few minutes; with any of them every combination of what is named.",
+    )
+
+    def several(flag: str, table: Sequence[str], about: str) -> None:
+        made.add_argument(
+            flag,
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"{about}, may be repeated: {', '.join(table)}; or all",
+        )
+
+    several("--workload", list(WORKLOADS), "which shapes")
+    several("--optimizer", list(RULES), "which optimizer")
+    several("--dtype", list(DTYPES), "which dtype")
+    several("--contender", list(CONTENDERS), "who takes part")
+    made.add_argument(
+        "--device", default="cpu", help="cpu (default), cuda, cuda:1, npu, ...; devices are timed by events"
+    )
+    made.add_argument("--rounds", type=int, metavar="N", help="rounds in each race; default: about 4 seconds' worth")
+    made.add_argument(
+        "--no-compile-cost", action="store_true", help="leave out the first steps in processes of their own"
+    )
+    made.add_argument("--load", type=Path, metavar="FILE", help="show a report saved by --json instead of measuring")
+    made.add_argument("--compare", type=Path, metavar="FILE", help="say what changed since a report saved by --json")
+    made.add_argument("--json", type=Path, metavar="FILE", help="save the report as JSON")
+    made.add_argument("--markdown", type=Path, metavar="FILE", help="save the report as Markdown")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the step times: .png, .svg or .pdf")
+    return made
 
 
-def against_the_usual(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
-    """Ours, and the implementation people use."""
-    ours, theirs = USUAL[name]
-    return {"ours": Contender(ours, values), "usual": Contender(theirs, values)}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the report; returns the exit code."""
+    try:
+        from perf.run import Request, run
+    except ModuleNotFoundError as error:
+        print(f"python -m perf: {error.name} is not installed: pip install .[perf]", file=sys.stderr)
+        return 2
+    from perf.outputs import check_writable, write
 
-
-def race(
-    workload: str, enter: Callable[[list[torch.Tensor]], dict[str, Contender]], seconds: float
-) -> dict[str, Contender]:
-    """Time the contenders on one workload in turn, after making sure that they compute the same."""
-    generator = torch.Generator().manual_seed(0)
-    values, grads = ([torch.randn(shape, generator=generator) for shape in WORKLOADS[workload]()] for _ in range(2))
-    field = enter(values)
-    for _ in range(2):  # warm up, and make sure that all of them really step
-        for contender in field.values():
-            contender.step(grads)
-    for key, contender in field.items():
-        for a, b in zip(contender.params, field["ours"].params, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=f"{key} computes something else")
-    stop = time.perf_counter() + seconds
-    while len(field["ours"].seconds) < 5 or time.perf_counter() < stop:
-        for contender in field.values():
-            contender.seconds.append(contender.step(grads))
-    return field
-
-
-def row(workload: str, name: str, field: dict[str, Contender], baseline: str) -> list[object]:
-    """Median milliseconds of each, and the ratio of ours to the baseline with its quartiles."""
-    medians = {key: statistics.median(contender.seconds) for key, contender in field.items()}
-    ratios = [a / b for a, b in zip(field["ours"].seconds, field[baseline].seconds, strict=True)]
-    low, _, high = statistics.quantiles(ratios)
-    ratio = f"{medians['ours'] / medians[baseline]:.2f} ({low:.2f}-{high:.2f})"
-    return [workload, name, *(f"{seconds * 1e3:.3f}" for seconds in medians.values()), ratio, len(ratios)]
-
-
-FIRST_STEP = """
-import sys, time, torch, compiled_optim as co
-from perf.workloads import WORKLOADS
-params = [torch.nn.Parameter(torch.zeros(shape)) for shape in WORKLOADS[sys.argv[1]]()]
-for param in params:
-    param.grad = torch.ones_like(param)
-optimizer = co.AdamW(params)
-start = time.perf_counter()
-optimizer.step()
-print(time.perf_counter() - start, optimizer.explain().graphs, optimizer.explain().calls_per_step)
-"""
-
-
-def first_step(workload: str, cache: str) -> list[object]:
-    """Seconds, graphs and calls of the first step in a process of its own."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    command = [sys.executable, "-c", FIRST_STEP, workload]
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    seconds, graphs, calls = output.split()
-    return [f"{float(seconds):.1f}", int(graphs), int(calls)]
-
-
-def main() -> None:
-    """Print the report."""
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32\n")
-    headers = ["workload", "optimizer", *contenders("SGD", [torch.zeros(1)]), "ours/fused (quartiles)", "rounds"]
-    rows = [
-        row(workload, name, race(workload, partial(contenders, name), SECONDS_PER_CASE), "torch fused")
-        for workload, name in CASES
-    ]
-    print("Step time in ms, median:\n")
-    print(tabulate(rows, headers=headers, disable_numparse=True))
-    print("\nAgainst the usual implementation: pip's adamp, a foreach Lamb and BertAdam, torch's foreach:\n")
-    rows = [
-        row(workload, name, race(workload, partial(against_the_usual, name), 3.0), "usual")
-        for workload in ("resnet50", "gpt2_small")
-        for name in USUAL
-    ]
-    headers = ["workload", "optimizer", "ours", "usual", "ours/usual (quartiles)", "rounds"]
-    print(tabulate(rows, headers=headers, disable_numparse=True))
-    print("\nFirst step of AdamW, importing the compiler included:\n")
-    rows = []
-    for workload in ("tiny_mlp", "thousand_tensors", "gpt2_small"):
-        with tempfile.TemporaryDirectory() as cache:
-            rows.append([workload, "empty", *first_step(workload, cache)])
-            if workload == "gpt2_small":
-                rows.append(["resnet50", "after gpt2_small", *first_step("resnet50", cache)])
-                rows.append(["gpt2_small", "after both", *first_step("gpt2_small", cache)])
-    print(tabulate(rows, headers=["model", "cache", "seconds", "graphs", "calls per step"], disable_numparse=True))
+    made = parser()
+    given = made.parse_args(arguments)
+    try:
+        old = Report.load(given.compare) if given.compare else None
+        check_writable(given.json, given.markdown, given.plot)
+        if given.load:
+            report = Report.load(given.load)
+        else:
+            request = Request.of(
+                given.workload, given.optimizer, given.dtype, given.contender, given.device, given.rounds,
+                compile_cost=not given.no_compile_cost,
+            )  # fmt: skip
+            words = sys.argv[1:] if arguments is None else arguments
+            report = run(request, command=shlex.join(["python", "-m", "perf", *words]))
+        write(report, old, given.json, given.markdown, given.plot)
+    except BadInput as error:
+        made.error(str(error))
+    return 130 if report.interrupted and not given.load else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

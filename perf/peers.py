@@ -1,4 +1,4 @@
-"""The usual implementations of the optimizers torch does not have."""
+"""The usual implementations of the optimizers torch does not have: by ``torch._foreach_*``, written with care."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ForeachLamb(torch.optim.Optimizer):
-    """LAMB by ``torch._foreach_*`` as a careful author would write it; BertAdam with ``trust=False`` and ``clip``."""
+    """LAMB; BertAdam with ``trust=False`` and ``clip``."""
 
     def __init__(
         self,
@@ -48,3 +48,21 @@ class ForeachLamb(torch.optim.Optimizer):
             ratio = torch.where((weights > 0) & (lengths > 0), weights / lengths, torch.ones_like(weights))
             torch._foreach_mul_(update, list(ratio.unbind()))
         torch._foreach_add_(params, update, alpha=-group["lr"])
+
+
+class ForeachRMSpropTF(torch.optim.Optimizer):
+    """RMSprop as TensorFlow has it, without momentum: the average starts at one, epsilon is inside the root."""
+
+    def __init__(self, params: list[Tensor], lr: float = 1e-2, alpha: float = 0.9, eps: float = 1e-10) -> None:
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
+        self.squares = [torch.ones_like(param) for param in params]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step over the only group."""
+        group = self.param_groups[0]
+        grads: Any = [param.grad for param in group["params"]]
+        torch._foreach_lerp_(self.squares, torch._foreach_mul(grads, grads), 1 - group["alpha"])
+        denominator = torch._foreach_add(self.squares, group["eps"])
+        torch._foreach_sqrt_(denominator)
+        torch._foreach_addcdiv_(group["params"], grads, denominator, value=-group["lr"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 
 Shapes = list[tuple[int, ...]]
 
@@ -10,6 +12,12 @@ Shapes = list[tuple[int, ...]]
 def tiny_mlp() -> Shapes:
     """Twenty tensors: ten layers of 64×64."""
     return [(64, 64), (64,)] * 10
+
+
+def policy() -> Shapes:
+    """An RL-sized policy: the convolutional actor-critic commonly used on Atari, 12 tensors."""
+    layers: Shapes = [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136), (6, 512), (1, 512)]
+    return [shape for weight in layers for shape in (weight, weight[:1])]
 
 
 def thousand_tensors() -> Shapes:
@@ -34,6 +42,21 @@ def resnet50() -> Shapes:
     return [*shapes, (1000, 2048), (1000,)]
 
 
+def vit_b16() -> Shapes:
+    """The 152 tensors of ViT-B/16 for 1,000 classes."""
+    d = 768
+    layer: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    return [(1, 1, d), (d, 3, 16, 16), (d,), (1, 197, d), *layer * 12, (d,), (d,), (1000, d), (1000,)]
+
+
+def bert_base() -> Shapes:
+    """The 199 tensors of BERT-base, uncased, pooler included, without a head."""
+    d = 768
+    attention: Shapes = [(d, d), (d,)] * 4
+    layer: Shapes = [*attention, (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,), (d,), (d,)]
+    return [(30522, d), (512, d), (2, d), (d,), (d,), *layer * 12, (d, d), (d,)]
+
+
 def gpt2_small() -> Shapes:
     """The 148 tensors of GPT-2 small."""
     d = 768
@@ -41,4 +64,30 @@ def gpt2_small() -> Shapes:
     return [(50257, d), (1024, d), *layer * 12, (d,), (d,)]
 
 
-WORKLOADS = {f.__name__: f for f in (tiny_mlp, thousand_tensors, resnet50, gpt2_small)}
+def llama_1b_shard() -> Shapes:
+    """What one of 8 ranks holds of a Llama-like model of 1.24 billion parameters, each tensor cut along its rows."""
+    d, kv, hidden = 2048, 512, 8192
+    layer: Shapes = [(d, d), (kv, d), (kv, d), (d, d), (hidden, d), (hidden, d), (d, hidden), (d,), (d,)]
+    return [(rows // 8, *rest) for rows, *rest in [(128256, d), *layer * 16, (d,)]]
+
+
+WORKLOADS: dict[str, Callable[[], Shapes]] = {
+    f.__name__: f
+    for f in (tiny_mlp, policy, thousand_tensors, resnet50, vit_b16, bert_base, gpt2_small, llama_1b_shard)
+}
+
+TITLES = {
+    "tiny_mlp": "tiny MLP",
+    "policy": "RL policy",
+    "thousand_tensors": "1,000 small tensors",
+    "resnet50": "ResNet-50",
+    "vit_b16": "ViT-B/16",
+    "bert_base": "BERT-base",
+    "gpt2_small": "GPT-2 small",
+    "llama_1b_shard": "Llama 1B, 1/8",
+}
+
+
+def elements(shapes: Shapes) -> int:
+    """The number of parameters."""
+    return sum(map(math.prod, shapes))

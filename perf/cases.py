@@ -1,0 +1,47 @@
+"""Which races are run: the default list, or the product of what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One race, run ``without`` some contenders to save time unless they are asked for."""
+
+    workload: str
+    optimizer: str
+    dtype: str = "float32"
+    without: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return f"{self.workload} {self.optimizer} {self.dtype}"
+
+
+SLOWEST = ("ours eager", "torch loop")
+
+DEFAULT = [
+    *(Case(name, "AdamW") for name in ("tiny_mlp", "thousand_tensors", "resnet50", "gpt2_small")),
+    *(Case(name, "AdamW+clip", without=SLOWEST) for name in ("resnet50", "gpt2_small")),
+    *(Case(name, "AdamW", "bfloat16", SLOWEST) for name in ("resnet50", "gpt2_small")),
+    *(Case("resnet50", name, without=SLOWEST) for name in ("SGD", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop")),
+    Case("gpt2_small", "Lamb", without=SLOWEST),
+]
+"""What a reader looks for first, in a few minutes."""
+
+
+def choose(workloads: Sequence[str], optimizers: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
+    """The default list if nothing was asked for; else every combination, what was left open being as usual."""
+    if not (workloads or optimizers or dtypes):
+        return DEFAULT
+    return [
+        Case(workload, optimizer, dtype)
+        for workload in workloads or ("tiny_mlp", "thousand_tensors", "resnet50", "gpt2_small")
+        for optimizer in optimizers or ("AdamW",)
+        for dtype in dtypes or ("float32",)
+    ]

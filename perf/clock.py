@@ -1,0 +1,30 @@
+"""Timing one call: by the wall clock on the CPU, by the device's own events elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class Clock:
+    """Times calls on one device. Events of cuda and npu see the device's work, not when the host came back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def time(self, call: Callable[[], object]) -> float:
+        """The seconds that a call takes."""
+        if self.module is None:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        begin, end = (self.module.Event(enable_timing=True) for _ in range(2))
+        self.module.synchronize(self.device)
+        begin.record()
+        call()
+        end.record()
+        self.module.synchronize(self.device)
+        return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,65 @@
+"""The child process of compile_cost: makes the first step of one contender on each workload named, in this order.
+
+Prints a line of JSON for each. After the first step there are twenty more under a schedule of learning rate and weight
+decay, to count recompiles.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+import compiled_optim as co
+from perf.contenders import CONTENDERS
+from perf.optimizers import RULES
+from perf.workloads import WORKLOADS
+
+SCHEDULED_STEPS = 20
+
+
+def compiled_by_dynamo() -> int:
+    """How many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def first_step(contender: str, workload: str, device: str) -> dict[str, float | int | None]:
+    """Time the first step, importing the compiler included, and count what was compiled."""
+    shapes = WORKLOADS[workload]()
+    params: list[torch.Tensor] = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    start = time.perf_counter()
+    entrant = CONTENDERS[contender].enter(RULES["AdamW"], params)
+    entrant.step()
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+    seconds = time.perf_counter() - start
+    graphs = compiled_by_dynamo()
+    for step in range(SCHEDULED_STEPS):
+        for group in entrant.optimizer.param_groups:
+            lr = 1e-3 / (1 + step)
+            group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
+            if isinstance(
+                entrant.optimizer, co.Optimizer
+            ):  # a float to torch: a changed one is compiled anew, which nobody who uses the recipe would do
+                group["weight_decay"] = 1e-2 * step
+        entrant.step()
+    counts: dict[str, int | None]
+    if isinstance(entrant.optimizer, co.Optimizer):
+        explanation = entrant.optimizer.explain()
+        counts = {name: getattr(explanation, name) for name in ("graphs", "kernels", "calls_per_step", "recompiles")}
+    else:
+        recompiles = compiled_by_dynamo() - graphs
+        counts = {"graphs": graphs, "kernels": None, "calls_per_step": None, "recompiles": recompiles}
+    return {"seconds": seconds, **counts}
+
+
+if __name__ == "__main__":
+    contender, device, *workloads = sys.argv[1:]
+    for workload in workloads:
+        print(json.dumps(first_step(contender, workload, device)), flush=True)

@@ -1,0 +1,203 @@
+"""One race: contenders step by turns, on copies of the same parameters and with the same fresh gradients.
+
+Each contender is first checked against a float64 reference, so that one that did not really step cannot win. Gradients
+are copied into the same buffers right before each step, for everybody, because there are optimizers that drop or
+change them; then the cache is swept if the workload is larger than it. The order is new in every round.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from perf.cases import DTYPES, Case
+from perf.check import CHECKED_STEPS, flat, judge, reference
+from perf.clock import Clock
+from perf.contenders import BASELINES, CONTENDERS, OURS, Entrant, not_entered
+from perf.memory import Memory, extra_bytes
+from perf.noise import Noise
+from perf.optimizers import RULES
+from perf.report import Row, Spread
+from perf.workloads import WORKLOADS, elements
+
+SLOW, SLOW_SECONDS, SLOW_TURN = 3.0, 0.05, 4
+"""Who takes so many times as long as the fastest, and at least so long, takes part in every fourth round only.
+
+Not ours and not the baseline: their ratio is what a reader looks for first.
+"""
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a race is: a number of rounds, or about so many seconds; up to three times that for the least rounds."""
+
+    rounds: int | None = None
+    seconds: float = 4.0
+    least: int = 16
+    most: int = 300
+
+    def goes_on(self, done: int, started: float) -> bool:
+        """Whether there is another round."""
+        if self.rounds is not None:
+            return done < self.rounds
+        seconds = self.seconds if done >= self.least else 3 * self.seconds
+        return done < 3 or (done < self.most and time.perf_counter() - started < seconds)
+
+    def fraction(self, done: int, started: float) -> float:
+        """How much of the race is over."""
+        if self.rounds is not None:
+            return done / self.rounds
+        by_time = (time.perf_counter() - started) / self.seconds
+        return min(1.0, max(done / self.most, min(by_time, done / self.least)))
+
+
+@dataclass
+class Lane:
+    """A contender on the track."""
+
+    params: list[Tensor]
+    entrant: Entrant
+    turn: int = 1
+    warm_seconds: float = float("inf")
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+class Race:
+    """All contenders in one case. ``rows`` has what is known, also after an interruption."""
+
+    def __init__(
+        self, case: Case, device: torch.device, memory: Memory, length: Length, asked: Collection[str] = ()
+    ) -> None:
+        self.case, self.device, self.memory, self.length = case, device, memory, length
+        self.rule, self.dtype = RULES[case.optimizer], DTYPES[case.dtype]
+        self.clock = Clock(device)
+        self.shapes = WORKLOADS[case.workload]()
+        size = elements(self.shapes)
+        footprint = size * self.dtype.itemsize * (2 + self.rule.states)
+        self.in_cache = memory.fits(footprint)
+        needed = self.rule.bytes_per_parameter(self.dtype.itemsize)
+        row = Row(*(case.workload, case.optimizer, case.dtype, ""), len(self.shapes), size, needed, self.in_cache)
+        self.results = {name: replace(row, contender=name, status="interrupted") for name in asked or CONTENDERS}
+        self.lanes: dict[str, Lane] = {}
+        for name, result in self.results.items():
+            if (why := not_entered(name, self.rule, device.type, len(self.shapes), bool(asked))) is not None:
+                result.status, result.reason = why
+            elif name in case.without and not asked:
+                result.status, result.reason = "skipped", f"to save time: --workload {case.workload}"
+
+    def run(self, progress: Progress) -> None:
+        """Check everybody, then go round by round; what was measured is kept even if this is interrupted."""
+        try:
+            self._warm_up(progress)
+            self._rounds(progress)
+        finally:
+            self._summarise()
+            self.lanes.clear()
+            torch._dynamo.reset()  # so that the next race does not meet this one's recompile limit
+
+    def rows(self) -> list[Row]:
+        """A row for each contender, in the order of the table."""
+        return list(self.results.values())
+
+    def _warm_up(self, progress: Progress) -> None:
+        progress("preparing", 0.0)
+        self.noise = Noise(self.shapes, self.dtype, self.device)
+        self.buffers = [torch.empty_like(value) for value in self.noise.window(0)]
+        expected = reference(self.rule, self.noise)
+        for row in [row for row in self.results.values() if row.status == "interrupted"]:
+            progress(f"checking {row.contender}", 0.1)
+            try:
+                self._enter(row, expected)
+            except Exception as error:
+                self._failed(row.contender, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Whatever another package raises is its result."""
+        said = str(error).strip().splitlines() or [""]
+        self.results[name].status, self.results[name].reason = "error", f"{type(error).__name__}: {said[0]}"
+        self.lanes.pop(name, None)
+
+    def _enter(self, row: Row, expected: Tensor) -> None:
+        """Warm a contender up, and let it onto the track if its steps are right."""
+        began = time.perf_counter()
+        params = self.noise.parameters(self.dtype)
+        lane = Lane(params, CONTENDERS[row.contender].enter(self.rule, params))
+        # past its limit of recompiles, torch.compile would go on eagerly without a word
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for step in range(1, 1 + CHECKED_STEPS):
+                self._give_gradients(lane, step)
+                lane.entrant.step()
+            row.warmup_seconds = time.perf_counter() - began
+            row.deviation, row.reason = judge(self.noise.start(), flat(params), expected)
+            if row.reason:
+                row.status = "error"
+                return
+            self._give_gradients(lane, 0)
+            row.extra_bytes = extra_bytes(lane.entrant.step, self.device)
+            for step in range(2):
+                self._give_gradients(lane, step)
+                lane.warm_seconds = min(lane.warm_seconds, self.clock.time(lane.entrant.step))
+        self.lanes[row.contender] = lane
+
+    def _give_gradients(self, lane: Lane, window: int) -> None:
+        torch._foreach_copy_(self.buffers, self.noise.window(window))
+        for param, buffer in zip(lane.params, self.buffers, strict=True):
+            param.grad = buffer
+        if not self.in_cache:
+            self.memory.sweep()
+
+    def _rounds(self, progress: Progress) -> None:
+        if not self.lanes:
+            return
+        fastest = min(lane.warm_seconds for lane in self.lanes.values())
+        for name, lane in self.lanes.items():
+            if name not in (OURS, baseline(self.lanes)) and lane.warm_seconds > max(SLOW * fastest, SLOW_SECONDS):
+                lane.turn = SLOW_TURN
+        before = {name: lane.params[-1].detach().clone() for name, lane in self.lanes.items()}
+        started, done = time.perf_counter(), 0
+        while self.length.goes_on(done, started):
+            progress("racing", 0.2 + 0.8 * self.length.fraction(done, started))
+            if not self.in_cache:
+                self.memory.measure()  # under whatever else the machine is doing right now
+            for name, lane in random.Random(done).sample(list(self.lanes.items()), len(self.lanes)):
+                if done % lane.turn == 0:
+                    self._give_gradients(lane, CHECKED_STEPS + 1 + done)
+                    try:
+                        lane.seconds[done] = self.clock.time(lane.entrant.step)
+                    except Exception as error:
+                        self._failed(name, error)
+            done += 1
+        for name, lane in self.lanes.items():
+            if torch.equal(before[name], lane.params[-1]):
+                self.results[name].status, self.results[name].reason = "error", "stopped stepping while it was timed"
+                lane.seconds.clear()
+
+    def _summarise(self) -> None:
+        timed = {name: lane.seconds for name, lane in self.lanes.items() if lane.seconds}
+        for name, seconds in timed.items():
+            row = self.results[name]
+            row.status, row.rounds, row.time = "ok", len(seconds), spread(seconds.values())
+            row.baseline = baseline(timed)
+            ratios = [seconds[r] / timed[row.baseline][r] for r in seconds if r in timed[row.baseline]]
+            row.ratio = spread(ratios) if ratios else None
+
+
+def baseline(names: Collection[str]) -> str:
+    """Who of these is the one that ratios are to."""
+    return next(name for name in (*BASELINES, *names) if name in names)
+
+
+def spread(values: Collection[float]) -> Spread:
+    """Median and quartiles; of a single value, itself."""
+    values = list(values)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return Spread(median, low, high)

@@ -1,0 +1,191 @@
+"""A report as text for the terminal or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+
+from perf.contenders import CONTENDERS, OURS
+from perf.report import Report, Row, brief
+
+USUAL = ("usual foreach", "adamp")
+"""Shown in one column of the summary: no optimizer has both."""
+
+
+@dataclass
+class Section:
+    """A title, a table and lines below it."""
+
+    title: str
+    headers: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    lines: list[str] = field(default_factory=list)
+
+
+def text(report: Report) -> str:
+    """The report for the terminal."""
+    parts = []
+    for section in sections(report):
+        table = [tabulate(section.rows, headers=section.headers, disable_numparse=True)] if section.rows else []
+        parts.append("\n".join([section.title, "", *table, *section.lines]))
+    return "\n\n".join(parts)
+
+
+def markdown(report: Report) -> str:
+    """The report as Markdown, ready to be pasted."""
+    parts = []
+    for section in sections(report):
+        table = tabulate(section.rows, headers=section.headers, tablefmt="github", disable_numparse=True)
+        lines = "\n".join(f"- {line}" for line in section.lines)
+        parts += [f"### {section.title}", *([table] if section.rows else []), *([lines] if lines else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def sections(report: Report) -> list[Section]:
+    """Everything there is to show, in order."""
+    found = [_machine(report)]
+    if report.rows:
+        found += [*(_race(report, race) for race in report.races()), _summary(report)]
+    if report.first_steps:
+        found.append(_first_steps(report))
+    return [*found, Section("How to read this", lines=_legend(report))]
+
+
+def _machine(report: Report) -> Section:
+    lines = [f"{what}: {value}" for what, value in report.machine.items()]
+    if report.passes:
+        rate = f"{report.bytes_per_second / 1e9:.1f} GB/s"
+        lines.append(f"memory: {rate} read-modify-write, the best of {report.passes} passes during this run")
+    lines += [f"command: {report.command}", f"took: {report.seconds:.0f} s"]
+    lines += ["INTERRUPTED: what follows is what there was by then"] if report.interrupted else []
+    return Section(f"Step times of optimizers, {report.date}", lines=lines + report.notes)
+
+
+def _share(report: Report, row: Row) -> str:
+    limit = report.limit(row)
+    return f"{limit / row.time.median:.0%}" if limit is not None and row.time is not None else "cache"
+
+
+def _race(report: Report, race: Sequence[Row]) -> Section:
+    first = race[0]
+    limit = report.limit(first)
+    title = (
+        f"{first.workload}, {first.optimizer}, {first.dtype}: {first.tensors:,} tensors, "
+        f"{first.parameters:,} parameters, {first.bytes_per_parameter} B to move for each"
+        + (f", limit {brief(limit * 1e3)} ms" if limit else "")
+    )
+    measured = [row for row in race if row.time is not None]
+    baseline = measured[0].baseline if measured else "baseline"
+    headers = (
+        "contender",
+        "ms",
+        f"/ {baseline}",
+        "B/param",
+        "of limit",
+        "extra MB",
+        "warm-up s",
+        "deviation",
+        "rounds",
+    )
+    rows = []
+    for row in measured:
+        assert row.time is not None
+        worth = report.bytes_per_second * row.time.median / row.parameters
+        rows.append([
+            row.contender,
+            row.time.milliseconds(),
+            row.ratio.plain() if row.ratio is not None else "",
+            f"{worth:.0f}" if limit is not None else "cache",
+            _share(report, row),
+            f"{(row.extra_bytes or 0) / 1e6:.1f}",
+            f"{row.warmup_seconds:.1f}",
+            f"{row.deviation:.0e}",
+            str(row.rounds),
+        ])  # fmt: skip
+    lines = [f"ERROR {row.contender}: {row.reason}" for row in race if row.status == "error"]
+    others: dict[str, list[str]] = {}
+    for row in race:
+        if row.time is None and row.status != "error":
+            others.setdefault(f"{row.status}: {{}}" + (f" ({row.reason})" if row.reason else ""), []).append(
+                row.contender
+            )
+    return Section(title, headers, rows, lines + [line.format(", ".join(names)) for line, names in others.items()])
+
+
+def _summary(report: Report) -> Section:
+    races = report.races()
+    columns = [
+        name for name in CONTENDERS if name not in USUAL and any(r.contender == name and r.time for r in report.rows)
+    ]
+    usual = any(r.contender in USUAL and r.time for r in report.rows)
+    rows = []
+    for race in races:
+        by_name = {row.contender: row for row in race}
+        first, ours = race[0], by_name.get(OURS)
+        cells = [_cell(by_name.get(name)) for name in columns]
+        if usual:
+            cells.append(
+                " ".join(f"{_cell(by_name[name])} ({name})" for name in USUAL if name in by_name and by_name[name].time)
+            )
+        ratio = f"{ours.ratio.plain()} of {ours.baseline}" if ours is not None and ours.ratio is not None else ""
+        share = _share(report, ours) if ours is not None and ours.time is not None else ""
+        what = first.optimizer if first.dtype == "float32" else f"{first.optimizer} {first.dtype}"
+        rows.append([first.workload, what, *cells, ratio, share])
+    headers = [
+        "workload",
+        "optimizer",
+        *columns,
+        *(["usual"] if usual else []),
+        "ours / baseline",
+        "ours of limit",
+    ]
+    silent = [row for row in report.rows if row.contender not in (*columns, *(USUAL if usual else ()))]
+    missing = {row.contender: row.reason for row in silent if row.status in ("absent", "skipped", "error")}
+    grouped = {why: [name for name in missing if missing[name] == why] for why in missing.values()}
+    return Section(
+        "Summary: ms for a step, median",
+        headers,
+        rows,
+        [f"not measured: {', '.join(names)}: {why}" for why, names in grouped.items()],
+    )
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.status == "none":
+        return ""
+    return brief(row.time.median * 1e3) if row.time is not None else row.status
+
+
+def _first_steps(report: Report) -> Section:
+    rows = [
+        [
+            first.contender,
+            first.workload,
+            first.situation,
+            f"{first.seconds:.1f}",
+            *("" if count is None else str(count) for count in (first.graphs, first.kernels, first.calls_per_step)),
+            str(first.recompiles),
+        ]
+        for first in report.first_steps
+    ]
+    headers = ("contender", "workload", "situation", "first step s", "graphs", "kernels", "calls a step", "recompiles")
+    return Section("What compiling costs: the first step of AdamW", headers, rows)
+
+
+def _legend(report: Report) -> list[str]:
+    return [
+        "ms: median (quartiles) of the rounds. Contenders take turns in a new order each round, on copies of the same "
+        "parameters, with new gradients copied into the same buffers right before each step.",
+        "Ratios are to the contender named, round by round; below 1 is faster. Slow ones join every fourth round.",
+        "limit: the bytes the rule has to move, by the memory's bandwidth. B/param: what the memory could have moved "
+        "in that time; of limit: how much of it was needed. Who moves more, as clip_grad_norm_ does, is held to the "
+        "same minimum.",
+        '"cache": the workload fits in the cache, or nearly; its limit is not the memory. Larger ones start each step '
+        "with a swept cache.",
+        "extra MB: the most a step allocates for itself. warm-up: making the optimizer and its first 2 steps, not part "
+        "of the times, with whatever the cache directory held. deviation: of those steps from a float64 reference.",
+        "recompiles: in 20 more steps under a schedule. graphs of torch.compile(step): the process's total.",
+        "Nothing here is about a device other than the one named at the top.",
+    ]

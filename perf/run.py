@@ -1,0 +1,175 @@
+"""Running the report: every race, then what compiling costs, with a progress bar on stderr."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from perf import compile_cost
+from perf.busy import Others
+from perf.cases import DTYPES, Case, choose
+from perf.contenders import CONTENDERS
+from perf.memory import Memory
+from perf.optimizers import RULES
+from perf.race import Length, Race
+from perf.report import BadInput, Report
+from perf.workloads import WORKLOADS
+
+
+def known(kind: str, names: Sequence[str], table: Sequence[str]) -> list[str]:
+    """The names, checked, with "all" spelled out."""
+    for name in names:
+        if name not in (*table, "all"):
+            raise BadInput(f"unknown {kind} {name!r}: choose from {', '.join(table)}, all")
+    return list(table) if "all" in names else list(names)
+
+
+def usable(name: str) -> torch.device:
+    """The device of this name, if there is one."""
+    try:
+        if name.startswith("npu"):
+            import torch_npu  # type: ignore[import-not-found]  # noqa: F401
+        device = torch.device(name)
+        module = torch.get_device_module(device)
+        there = device.type == "cpu" or (module.is_available() and (device.index or 0) < module.device_count())
+    except (ImportError, RuntimeError, AttributeError):
+        there = False
+    if not there:
+        raise BadInput(f"no device {name!r} here")
+    return device
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run."""
+
+    cases: list[Case]
+    contenders: list[str]
+    device: torch.device
+    rounds: int | None
+    compile_cost: bool
+
+    @classmethod
+    def of(
+        cls,
+        workloads: Sequence[str],
+        optimizers: Sequence[str],
+        dtypes: Sequence[str],
+        contenders: Sequence[str],
+        device: str,
+        rounds: int | None,
+        compile_cost: bool,
+    ) -> Request:
+        """A request from the words of the command line, checked."""
+        workloads = known("workload", workloads, list(WORKLOADS))
+        optimizers = known("optimizer", optimizers, list(RULES))
+        dtypes = known("dtype", dtypes, list(DTYPES))
+        everybody = "all" in contenders
+        contenders = known("contender", contenders, list(CONTENDERS))
+        for name in contenders:
+            if not everybody and (reason := CONTENDERS[name].absent()) is not None:
+                raise BadInput(f"contender {name!r} is {reason}")
+        if rounds is not None and rounds < 1:
+            raise BadInput(f"--rounds {rounds}: at least 1")
+        cases = choose(workloads, optimizers, dtypes)
+        return cls(cases, contenders, usable(device), rounds, compile_cost)
+
+
+def run(request: Request, command: str) -> Report:
+    """Measure; an interruption (Ctrl-C) ends it early with what there is."""
+    start, others = time.perf_counter(), Others()
+    now = datetime.datetime.now().astimezone()
+    report = Report(machine(request.device), command, now.strftime("%Y-%m-%d %H:%M"))
+    started = 0
+    jobs = len(request.cases) + request.compile_cost
+    shown = [0.0]
+    with tqdm(total=jobs, bar_format="{percentage:3.0f}%|{bar:30}| {elapsed} {desc}", file=sys.stderr) as bar:
+
+        def show(job: int, what: str, fraction: float) -> None:
+            bar.n = job - 1 + fraction
+            bar.set_description_str(what, refresh=False)
+            if time.perf_counter() - shown[0] > (0.2 if sys.stderr.isatty() else 10.0):
+                bar.refresh()
+                shown[0] = time.perf_counter()
+
+        memory: Memory | None = None
+        try:
+            show(1, "measuring the memory", 0.0)
+            memory = Memory(request.device)
+            for _ in range(5):
+                memory.measure()
+            for case in request.cases:
+                started += 1
+                _race(
+                    Race(case, request.device, memory, Length(request.rounds), request.contenders),
+                    report,
+                    show,
+                    started,
+                )
+            if request.compile_cost:
+                started += 1
+                for first in compile_cost.measure(request.device.type, lambda what, part: show(started, what, part)):
+                    report.first_steps.append(first)
+            show(jobs + 1, "done", 0.0)
+        except KeyboardInterrupt:
+            report.interrupted = True
+            left = [*map(str, request.cases), *["first steps"] * request.compile_cost][started:]
+            report.notes += [f"not started: {', '.join(left)}"] if left else []
+        except compile_cost.ChildError as error:
+            report.notes.append(str(error))
+        if memory is not None:
+            report.bytes_per_second, report.passes = memory.bytes_per_second, memory.passes
+            report.machine["cache"] = f"{memory.cache / 2**20:.0f} MiB last level"
+    report.seconds = time.perf_counter() - start
+    report.notes += others.note()
+    return report
+
+
+def _race(race: Race, report: Report, show: Callable[[int, str, float], None], job: int) -> None:
+    """Run a race and keep its rows, also those of one that is interrupted."""
+    try:
+        race.run(lambda what, fraction: show(job, f"{race.case}: {what}", fraction))
+    finally:
+        report.rows += race.rows()
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a reader has to know about where this was measured."""
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    peers = [name for name, contender in CONTENDERS.items() if contender.package and contender.absent() is None]
+    found = {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "device": str(device),
+        "torch": torch.__version__,
+        "compiled_optim": importlib.metadata.version("compiled_optim"),
+        "peers": ", ".join(f"{name} {_version(CONTENDERS[name].distribution)}" for name in peers) or "none installed",
+    }
+    if device.type != "cpu":
+        found["device"] += f" ({torch.get_device_module(device).get_device_name(device)})"
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
