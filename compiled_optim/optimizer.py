@@ -86,6 +86,8 @@ class Optimizer(torch.optim.Optimizer):
     rowwise = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
+    _plan: Plan | None = None
+
     last_grad_norm: Tensor | None = None
     """If gradients are clipped, the norm of all gradients of the last step before that, as a 0-dim tensor."""
 
@@ -163,11 +165,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one step; with a closure, call it first with gradients enabled and return its loss."""
+        make = self._step
         if torch.compiler.is_compiling():
-            return _step_out_of_graph(self, closure)
-        if self._is_observed():
-            return _observed_step(self, closure)
-        return self._step(closure)
+            make = self._step_out_of_graph
+        elif self._is_observed():
+            make = self._observed_step
+        return make(closure)
 
     step.hooked = True  # type: ignore[attr-defined] # see _is_observed
 
@@ -216,11 +219,10 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in {**self.defaults, **flags}.items():
                 group.setdefault(name, value)
-        if "_tracker" in self.__dict__:  # load_state_dict: another state, the same parameters
-            self._plan = None
-        else:
+        if "_tracker" not in self.__dict__:  # else load_state_dict: another state, the same parameters
             self._start()
             self._tracker.see(self._params())
+        self._plan = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         """Copy parameters and state; a module that was copied before, along with this, is watched in its place."""
@@ -320,21 +322,20 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            # states made in inference mode could never be stepped outside of it
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                self._step_in_place()
+        # states made in inference mode could never be stepped outside of it
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+            params = self._params()
+            grads = [param.grad for param in params]
+            if not self._in_place(params, grads):
+                self._plan = self._new_plan()
+                grads = [param.grad for param in self._params()]
+            assert self._plan is not None
+            self._plan.run(self, grads)
         self._stepped = True
         return loss
 
-    def _step_in_place(self) -> None:
-        params = self._params()
-        grads = [param.grad for param in params]
-        if not self._in_place(params, grads):
-            self._plan = self._new_plan()
-            grads = [param.grad for param in self._params()]
-        assert self._plan is not None
-        self._plan.run(self, grads)
+    _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
+    _step_out_of_graph = _disable_dynamo(_observed_step)
 
     def _is_observed(self) -> bool:
         """Whether a profiler or hooks are to be told of a step; torch's own wrapper, always on, would take 10 µs.
@@ -342,7 +343,7 @@ class Optimizer(torch.optim.Optimizer):
         Torch wraps a subclass's own ``step``, so there they have been told.
         """
         return type(self).step is Optimizer.step and bool(
-            torch.autograd._profiler_enabled()
+            torch._C._autograd._profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
@@ -350,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def _start(self) -> None:
-        self._plan: Plan | None = None
+        self._plan = None
         self._tracker = Tracker()
         self._events = Events(type(self).__name__)
         self._stepped = False
@@ -383,7 +384,3 @@ class Optimizer(torch.optim.Optimizer):
             params = self._params()
             grads = [param.grad for param in params]
             return Plan(self, collect(self, grads), params, grads)
-
-
-_observed_step = torch.optim.Optimizer.profile_hook_step(Optimizer._step)
-_step_out_of_graph = _disable_dynamo(Optimizer.step)

@@ -137,43 +137,50 @@ class Tracker:
         """Which parameters their modules no longer hold, or hold in fewer places, and what is there instead."""
         now = {(watch, name): param for watch in self._watches for name, param in watch.current().items()}
         present = set(now.values())
-        adopted: set[Tensor] = set()
+        known = set(names)
+
+        def adopted(places: Sequence[Place]) -> dict[Place, Tensor]:
+            fresh = {}
+            for place in places:
+                if place in now and now[place] not in known:
+                    known.add(now[place])
+                    fresh[place] = now[place]
+            return fresh
+
         moves = []
         for param, places in self._places().items():
             if param not in names:  # not one of the optimizer's
                 continue
-            found = {place: now[place] for place in places if place in now and now[place] is not param}
-            fresh = {}
-            for place, other in found.items():
-                if other not in names and other not in adopted:
-                    adopted.add(other)
-                    fresh[place] = other
-            members = {name: other for (_, name), other in fresh.items()}
-            before, number = self._seen.get(param), numbers[param]
-            if param in present:  # it was tied, and is no longer
-                for place, other in fresh.items():
-                    change = replacement(f"parameter {self._name(place)!r}", before, Description.of(other))
-                    moves.append(Move(change, number, param, {"": param, place[1]: other}, heirs=[param]))
+            fresh = adopted(places)
+            if param in present:  # if there is anything new, it was tied, and is no longer
+                moves += [self._untied(param, numbers[param], place, other) for place, other in fresh.items()]
             elif fresh:
-                after = Description.of(next(iter(fresh.values())))
-                heirs = [other for other in fresh.values() if before is not None and _converted(param, other)]
-                change = compare(names[param], before, after) if heirs and before is not None else None
-                if change is None and before is not None:
-                    change = replacement(names[param], before, after)
-                moves.append(Move(change, number, param, members, heirs))
-            elif found:
-                other = next(iter(found.values()))
-                change = replacement(names[param], before, None, tied=names.get(other, "a new parameter"))
-                moves.append(Move(change, number, param, {}))
+                moves.append(self._replaced(param, names[param], numbers[param], fresh))
             else:
-                moves.append(Move(removal(names[param], before), number, param, {}))
+                others = [names.get(now[place], "another one") for place in places if place in now]
+                before = self._seen.get(param)
+                change = replacement(names[param], before, None, tied=others[0]) if others else None
+                moves.append(Move(change or removal(names[param], before), numbers[param], param, {}))
         for place, number in self._vacant.items():
-            other = now.get(place)
-            if other is not None and other not in names and other not in adopted:
-                adopted.add(other)
+            for other in adopted([place]).values():
                 change = replacement(f"parameter {self._name(place)!r}", None, Description.of(other))
                 moves.append(Move(change, number, None, {place[1]: other}))
         return moves
+
+    def _untied(self, param: Tensor, number: int, place: Place, other: Tensor) -> Move:
+        name = f"parameter {self._name(place)!r}"
+        change = replacement(name, self._seen.get(param), Description.of(other))
+        return Move(change, number, param, {"": param, place[1]: other}, heirs=[param])
+
+    def _replaced(self, param: Tensor, name: str, number: int, fresh: Mapping[Place, Tensor]) -> Move:
+        members = {place[1]: other for place, other in fresh.items()}
+        before = self._seen.get(param)
+        if before is None:
+            return Move(None, number, param, members)
+        after = Description.of(next(iter(members.values())))
+        heirs = [other for other in members.values() if _converted(param, other)]
+        change = compare(name, before, after) if heirs else None
+        return Move(change or replacement(name, before, after), number, param, members, heirs)
 
     def _places(self) -> dict[Tensor, list[Place]]:
         """Where each parameter of the watched modules was."""
@@ -196,7 +203,8 @@ def has_memory(param: Tensor) -> bool:
 @contextmanager
 def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Give groups and states back as they were if what is done in this context fails."""
-    lists = [{key: group[key] for key in ("params", "param_names") if key in group} for group in optimizer.param_groups]
+    keys = ["params", "param_names"]
+    lists = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
     state = dict(optimizer.state)
     try:
         yield
