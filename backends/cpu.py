@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -64,7 +64,8 @@ class LaneUnit(Unit):
             for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
         ]
         template = self._graph.arguments([*shapes, *[nothing] * (width - len(shapes))], lanes, shared)
-        filled = filling(template, [inputs.index((0, lane)) for lane in range(len(shapes))])
+        grads = {place: lane for place, (i, lane) in enumerate(inputs) if i == 0 and lane < len(shapes)}
+        filled = filling(template, grads)
 
         def call_kernel(grads: Sequence[Tensor]) -> None:
             run(*filled(grads))
@@ -76,22 +77,22 @@ class LaneUnit(Unit):
         return call_kernel if self._graph.one_kernel else call_graph
 
 
-def filling(template: list[Any], places: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """A function that returns a copy of the template with values in these places."""
+def filling(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], list[Any]]:
+    """A function that returns a copy of the template with values in it: at each of the places, the value it names."""
     strides = {after - before for before, after in pairwise(places)}
-    if len(strides) <= 1 and all(stride > 0 for stride in strides):
-        spaced = slice(places[0], places[-1] + 1, *strides)
+    if places and list(places.values()) == list(range(len(places))) and len(strides) <= 1:
+        evenly = slice(min(places), max(places) + 1, *strides)
 
         def filled(values: Sequence[Tensor]) -> list[Any]:
             arguments = template.copy()
-            arguments[spaced] = values
+            arguments[evenly] = values
             return arguments
     else:
 
         def filled(values: Sequence[Tensor]) -> list[Any]:
             arguments = template.copy()
-            for place, value in zip(places, values, strict=True):
-                arguments[place] = value
+            for place, i in places.items():
+                arguments[place] = values[i]
             return arguments
 
     return filled

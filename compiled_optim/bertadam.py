@@ -106,9 +106,9 @@ class BertAdam(Lamb):
     def get_lr(self) -> list[float]:
         """The learning rate of the next step for each parameter that has a gradient; ``[0]`` before the first step."""
         with_grad = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not all(self.state.get(param) for _, param in with_grad):
+        if not all(self.own_state.get(param) for _, param in with_grad):
             return [0]
-        return [scheduled_lr(group, int(self.state[param]["step"])) for group, param in with_grad]
+        return [scheduled_lr(group, int(self.own_state[param]["step"])) for group, param in with_grad]
 
 
 def scheduled_lr(group: dict[str, Any], steps_done: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypedDict, overload
@@ -86,6 +87,9 @@ class Optimizer(torch.optim.Optimizer):
     rowwise = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
+    state_was_seen = False
+    """Whether anybody but this package has had the state in hand, and could change it from now on."""
+
     _plan: Plan | None = None
 
     last_grad_norm: Tensor | None = None
@@ -157,6 +161,16 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- torch.optim's interface
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The state of each parameter, as in torch.optim. From the first look at it on, every step checks it."""
+        self.state_was_seen = True
+        return self.own_state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self.__dict__["state"] = state
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -223,6 +237,7 @@ class Optimizer(torch.optim.Optimizer):
             self._start()
             self._tracker.see(self._params())
         self._plan = None
+        self.state_was_seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         """Copy parameters and state; a module that was copied before, along with this, is watched in its place."""
@@ -260,6 +275,12 @@ class Optimizer(torch.optim.Optimizer):
         return Explanation.of(type(self).__name__, list(in_use), self._plan, *record)
 
     # ---- what the plan asks for
+
+    @property
+    def own_state(self) -> defaultdict[Tensor, Any]:
+        """The state, for use in this package."""
+        state: defaultdict[Tensor, Any] = self.__dict__["state"]
+        return state
 
     def parameter_names(self) -> list[str]:
         """How messages name each parameter, in their order."""

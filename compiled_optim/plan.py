@@ -42,7 +42,7 @@ class Batch:
         self.scalars = Scalars(len(spec.program.scalars), dtype)
         self.grad_scale = torch.full((), -1.0 if spec.group["maximize"] else 1.0, dtype=dtype, device="cpu")
         shared = [self.scalars.tensor, self.grad_scale] if spec.program.scaled else [self.scalars.tensor]
-        lists = [[optimizer.state[param][name] for param in self.params] for name in spec.program.states]
+        lists = [[optimizer.own_state[param][name] for param in self.params] for name in spec.program.states]
         self.states = [state for tensors in lists for state in tensors]
         homes = [[self._home(param) for param in self.params]]
         homes += [[layout.view(state, spec.rows) for state in tensors] for tensors in lists]
@@ -135,7 +135,7 @@ class Plan:
         # also parameters without a gradient: wherever one moves, its state has to follow
         bound = list(filter(has_memory, params))
         bound_states = [state for batch in self.batches for state in batch.states]
-        self._guard = Guard(params, grads, optimizer.state, bound, bound_states)
+        self._guard = Guard(params, grads, optimizer.own_state, bound, bound_states)
 
     def fits(self, optimizer: Optimizer, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether the plan still describes the optimizer."""
@@ -145,7 +145,8 @@ class Plan:
             and all(
                 group is old and len(group["params"]) == n for group, (old, n) in zip(groups, self._groups, strict=True)
             )
-            and self._guard.holds(params, grads, optimizer.state)
+            and self._guard.holds(params, grads)
+            and (not optimizer.state_was_seen or self._guard.state_holds(optimizer.own_state))
             and self._variants == optimizer.variants()
             and all(batch.in_step() for batch in self.batches)
         )

@@ -116,10 +116,10 @@ class Tracker:
                 _splice(optimizer.param_groups[move.group], move.param, move.members)
             if move.param is None:
                 continue
-            before, state = self._seen.get(move.param), optimizer.state.pop(move.param, None)
+            before, state = self._seen.get(move.param), optimizer.own_state.pop(move.param, None)
             for heir in move.heirs:
                 if state is not None and before is not None and before.shape == heir.shape:
-                    optimizer.state[heir] = states.converted(state, before.dtype, heir)
+                    optimizer.own_state[heir] = states.converted(state, before.dtype, heir)
 
     def accept(self, groups: Sequence[Group], moves: Sequence[Move]) -> None:
         """Take everything as it is now."""
@@ -205,14 +205,14 @@ def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Give groups and states back as they were if what is done in this context fails."""
     keys = ["params", "param_names"]
     lists = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-    state = dict(optimizer.state)
+    state = dict(optimizer.own_state)
     try:
         yield
     except BaseException:
         for group, saved in zip(optimizer.param_groups, lists, strict=True):
             group.update(saved)
-        optimizer.state.clear()
-        optimizer.state.update(state)
+        optimizer.own_state.clear()
+        optimizer.own_state.update(state)
         raise
 
 

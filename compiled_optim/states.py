@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:
     """The state tensors this parameter already has; raises if one does not belong to it."""
-    state = optimizer.state.get(entry.param, {})
+    state = optimizer.own_state.get(entry.param, {})
     found = {name: state[name] for name in names if state.get(name) is not None}
     for name, tensor in found.items():
         if tensor.shape != entry.param.shape or tensor.is_complex() != entry.param.is_complex():
@@ -34,7 +34,7 @@ def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str,
 
 def steps_taken(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> int:
     """How often this parameter was stepped; for rules that do not count, 0 or 1 for never or before."""
-    state = optimizer.state.get(entry.param, {})
+    state = optimizer.own_state.get(entry.param, {})
     if optimizer.counts_steps:
         # an int in torch_npu's checkpoints, a tensor in torch's
         return int(state.get("step", 0))
@@ -50,7 +50,7 @@ def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], i
     if not names and not optimizer.counts_steps:
         return counter
     for entry in entries:
-        param, state = entry.param, optimizer.state[entry.param]
+        param, state = entry.param, optimizer.own_state[entry.param]
         if optimizer.counts_steps:
             state["step"] = counter
         for name in names:

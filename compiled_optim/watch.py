@@ -6,10 +6,11 @@ only by looking into the module.
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+
+from compiled_optim.guard import same_objects
 
 
 class Watch:
@@ -37,8 +38,7 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether every place of the module and its submodules holds the object it held before."""
-        current = self._read()
-        return len(current) == len(self._held) and all(map(is_, current, self._held))
+        return same_objects(self._read(), self._held)
 
     def _read(self) -> list[Any]:
         return [value for content in self._contents for value in content.values()]
