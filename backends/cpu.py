@@ -8,6 +8,7 @@ starting the threads would cost more than the loop.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -80,8 +81,9 @@ class CpuBackend(Backend):
             return Availability(False, f"no C++ compiler was found (looked for {compiler!r}); {COMPILER_REMEDY}")
         return Availability(True)
 
-    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
         """Cut into calls of large tensors and of small ones; empty tensors need no call."""
+        sizes = list(map(math.prod, shapes))
         large = [i for i, size in enumerate(sizes) if size >= LARGE]
         small = [i for i, size in enumerate(sizes) if 0 < size < LARGE]
         return [
