@@ -24,10 +24,16 @@ def foreach_decompositions(has_converter: Callable[[OpOverload], bool]) -> dict[
         for overload in set(OVERLOADS) & set(packet.overloads()):
             operation = getattr(packet, overload)
             if not has_converter(operation):
-                found[operation] = _each(name)
+                found[operation] = _copies if name == "copy" else _each(name)
             elif overload == "List":
                 found[operation] = _each_unless_alike(name)
     return found
+
+
+def whole_view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """A view by strides that shows all of a tensor as it is is the tensor: see :func:`compiled_optim.lists.settled`."""
+    same = (tuple(size), tuple(stride), offset or 0) == (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return tensor if same else NotImplemented
 
 
 def _each(name: str) -> Callable[..., list[Tensor]]:
@@ -40,6 +46,11 @@ def _each(name: str) -> Callable[..., list[Tensor]]:
         return [single(tensor, other, **kwargs) for tensor, other in zip(tensors, each, strict=True)]
 
     return apply
+
+
+def _copies(tensors: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> list[Tensor]:
+    """The sources in the dtypes of what they are copied to: a copy as such would be broadcast too."""
+    return [source.to(tensor.dtype, copy=True) for tensor, source in zip(tensors, sources, strict=True)]
 
 
 def _each_unless_alike(name: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from compiled_optim.backends.base import Availability
-from compiled_optim.backends.decompositions import foreach_decompositions
+from compiled_optim.backends.decompositions import foreach_decompositions, whole_view
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.whole_lists import WholeListBackend
 
@@ -44,7 +44,8 @@ class NpuBackend(WholeListBackend):
         config = torchair.CompilerConfig()
         config.experimental_config.keep_inference_input_mutations = True
         config.experimental_config.frozen_parameter = False
-        decompositions = foreach_decompositions(has_converter)
+        # the converter of as_strided fails on 0-dim tensors
+        decompositions = {**foreach_decompositions(has_converter), torch.ops.aten.as_strided.default: whole_view}
         backend = torchair.get_npu_backend(compiler_config=config, custom_decompositions=decompositions)
         compiled = backend(module, inputs)
         return (lambda arguments: compiled(*arguments)), 0
@@ -67,11 +68,10 @@ def has_converter(operation: torch._ops.OpOverload) -> bool:
     """Whether torchair has a converter for an operation that does more than to say it is not implemented."""
     from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 
-    try:
-        converter = inspect.unwrap(_get_converter(operation))
-    except KeyError:
+    converter = _get_converter(operation)
+    if converter is None:
         return False
-    return not set(converter.__code__.co_names) <= {"NotImplementedError", "RuntimeError"}
+    return not set(inspect.unwrap(converter).__code__.co_names) <= {"NotImplementedError", "RuntimeError"}
 
 
 def _missing_device() -> str | None:

@@ -56,6 +56,11 @@ class Recording:
             for name, kernel in self.kernels.items()
         }
 
+    def targets(self) -> list[str]:
+        """The architectures that kernels were compiled for."""
+        texts = [result.kernel.asm["ptx"] for kernel in self.kernels.values() for result in kernel.compile_results]
+        return sorted({line.split()[1] for text in texts for line in text.splitlines() if line.startswith(".target")})
+
 
 class _Interface(device_interface.CudaInterface):
     """Answers for a device 0 that is not there."""

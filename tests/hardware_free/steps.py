@@ -16,7 +16,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": dict(weight_decay=0.01, amsgrad=True),
     "AdamW": {},
     # a delta at which some tensors are projected and some are not
-    "AdamP": dict(weight_decay=0.01, delta=1.0),
+    "AdamP": dict(weight_decay=0.01, delta=0.9),
     "Lamb": dict(weight_decay=0.01),
     "BertAdam": {},
     "Adadelta": dict(weight_decay=0.01),
