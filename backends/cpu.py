@@ -37,6 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
 
 
+def compiler() -> str:
+    """The C++ compiler, where Inductor will look for it."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
 class LaneUnit(Unit):
     """A compiled graph over a fixed number of lanes."""
 
@@ -76,9 +81,8 @@ class CpuBackend(Backend):
 
     def available(self) -> Availability:
         """Whether there is a C++ compiler where Inductor will look for one."""
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        if shutil.which(compiler) is None:
-            return Availability(False, f"no C++ compiler was found (looked for {compiler!r}); {COMPILER_REMEDY}")
+        if shutil.which(compiler()) is None:
+            return Availability(False, f"no C++ compiler was found (looked for {compiler()!r}); {COMPILER_REMEDY}")
         return Availability(True)
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:

@@ -95,7 +95,7 @@ def _compile(signature: Signature, hint: int, options: Mapping[str, Any]) -> Gra
                 # unbacked: correct for sizes 0 and 1 too, which backed dynamic sizes specialise on
                 size_hint = round(hint ** (1 / signature.rank))
                 mark_unbacked(tensor, dim, hint_override=size_hint, shape_id=f"lane{lane}.{dim}")
-    return trace(signature, lists, shared, lambda *traced: lower(*traced, options))
+    return trace(signature, lists, shared, lambda module, inputs: lower(module, inputs, options))
 
 
 def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[str, Any]) -> Lowered:

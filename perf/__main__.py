@@ -6,6 +6,7 @@ checked against the others before it is timed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -50,12 +51,20 @@ class Contender:
         self.seconds: list[float] = []
 
     def step(self, grads: list[torch.Tensor]) -> float:
-        """One step with fresh copies of the gradients; returns the seconds of the step alone."""
+        """One step with fresh copies of the gradients; returns the seconds until the device has done the step."""
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad.clone()
+        wait(grads[0].device)
         start = time.perf_counter()
         self.optimizer.step()
+        wait(grads[0].device)
         return time.perf_counter() - start
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all that was launched on an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def contenders(name: str, values: list[torch.Tensor]) -> dict[str, Contender]:
@@ -78,11 +87,13 @@ def against_the_usual(name: str, values: list[torch.Tensor]) -> dict[str, Conten
 
 
 def race(
-    workload: str, enter: Callable[[list[torch.Tensor]], dict[str, Contender]], seconds: float
+    workload: str, enter: Callable[[list[torch.Tensor]], dict[str, Contender]], seconds: float, device: str
 ) -> dict[str, Contender]:
     """Time the contenders on one workload in turn, after making sure that they compute the same."""
     generator = torch.Generator().manual_seed(0)
-    values, grads = ([torch.randn(shape, generator=generator) for shape in WORKLOADS[workload]()] for _ in range(2))
+    values, grads = (
+        [torch.randn(shape, generator=generator).to(device) for shape in WORKLOADS[workload]()] for _ in range(2)
+    )
     field = enter(values)
     for _ in range(2):  # warm up, and make sure that all of them really step
         for contender in field.values():
@@ -109,7 +120,7 @@ def row(workload: str, name: str, field: dict[str, Contender], baseline: str) ->
 FIRST_STEP = """
 import sys, time, torch, compiled_optim as co
 from perf.workloads import WORKLOADS
-params = [torch.nn.Parameter(torch.zeros(shape)) for shape in WORKLOADS[sys.argv[1]]()]
+params = [torch.nn.Parameter(torch.zeros(shape, device=sys.argv[2])) for shape in WORKLOADS[sys.argv[1]]()]
 for param in params:
     param.grad = torch.ones_like(param)
 optimizer = co.AdamW(params)
@@ -119,10 +130,10 @@ print(time.perf_counter() - start, optimizer.explain().graphs, optimizer.explain
 """
 
 
-def first_step(workload: str, cache: str) -> list[object]:
+def first_step(workload: str, cache: str, device: str) -> list[object]:
     """Seconds, graphs and calls of the first step in a process of its own."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    command = [sys.executable, "-c", FIRST_STEP, workload]
+    command = [sys.executable, "-c", FIRST_STEP, workload, device]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     seconds, graphs, calls = output.split()
     return [f"{float(seconds):.1f}", int(graphs), int(calls)]
@@ -130,17 +141,20 @@ def first_step(workload: str, cache: str) -> list[object]:
 
 def main() -> None:
     """Print the report."""
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32\n")
+    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
+    parser.add_argument("--device", default="cpu", help="the device type to measure: cpu, cuda, npu")
+    device = parser.parse_args().device
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {device}\n")
     headers = ["workload", "optimizer", *contenders("SGD", [torch.zeros(1)]), "ours/fused (quartiles)", "rounds"]
     rows = [
-        row(workload, name, race(workload, partial(contenders, name), SECONDS_PER_CASE), "torch fused")
+        row(workload, name, race(workload, partial(contenders, name), SECONDS_PER_CASE, device), "torch fused")
         for workload, name in CASES
     ]
     print("Step time in ms, median:\n")
     print(tabulate(rows, headers=headers, disable_numparse=True))
     print("\nAgainst the usual implementation: pip's adamp, a foreach Lamb and BertAdam, torch's foreach:\n")
     rows = [
-        row(workload, name, race(workload, partial(against_the_usual, name), 3.0), "usual")
+        row(workload, name, race(workload, partial(against_the_usual, name), 3.0, device), "usual")
         for workload in ("resnet50", "gpt2_small")
         for name in USUAL
     ]
@@ -150,10 +164,10 @@ def main() -> None:
     rows = []
     for workload in ("tiny_mlp", "thousand_tensors", "gpt2_small"):
         with tempfile.TemporaryDirectory() as cache:
-            rows.append([workload, "empty", *first_step(workload, cache)])
+            rows.append([workload, "empty", *first_step(workload, cache, device)])
             if workload == "gpt2_small":
-                rows.append(["resnet50", "after gpt2_small", *first_step("resnet50", cache)])
-                rows.append(["gpt2_small", "after both", *first_step("gpt2_small", cache)])
+                rows.append(["resnet50", "after gpt2_small", *first_step("resnet50", cache, device)])
+                rows.append(["gpt2_small", "after both", *first_step("gpt2_small", cache, device)])
     print(tabulate(rows, headers=["model", "cache", "seconds", "graphs", "calls per step"], disable_numparse=True))
 
 

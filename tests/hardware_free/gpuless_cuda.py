@@ -101,7 +101,7 @@ class _FoldOnCpu(TorchDispatchMode):
 
 
 def _install_device_guard() -> None:
-    """A CPU build has no device guard for CUDA, which even fake tensors ask for: let it have that of the meta device."""
+    """A CPU build has no device guard for CUDA, which fake tensors ask for too: let it have that of the meta device."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda, meta = 1, 14  # c10::DeviceType
@@ -173,7 +173,7 @@ def gpuless_cuda() -> Iterator[Recording]:
         stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True))
         # the static launcher keeps no machine code to look at; a cached graph would compile no kernel
         stack.enter_context(config.patch(use_static_triton_launcher=False, force_disable_caches=True))
         active = triton.runtime.driver._active

@@ -93,7 +93,7 @@ def main() -> None:
     # the interpreter stands in for CANN and the device; everything else is as on hardware
     # (and memory of this device has no addresses, so all of it would seem to be shared)
     with (
-        mock.patch.object(npu, "_missing_device", lambda: None),
+        mock.patch.object(npu, "_missing_device", return_value=None),
         mock.patch.object(collect, "overlap_waves", lambda entries: [0] * len(entries)),
     ):
         report["chosen"] = {device: backends.for_device(device).name for device in ("npu", "cpu")}

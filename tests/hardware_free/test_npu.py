@@ -28,7 +28,8 @@ def test_every_case_is_lowered_completely(report):
     counts = {case: found["operations"] for case, found in report["executed"].items()}
     assert list(counts) == CASES
     assert_expected_inline(
-        "\n".join(f"{case:25} {sum(operations.values()):3}" for case, operations in counts.items()), """\
+        "\n".join(f"{case:25} {sum(operations.values()):3}" for case, operations in counts.items()),
+        """\
 SGD float32                66
 SGD bfloat16               91
 Adam float32              125
@@ -48,10 +49,12 @@ RMSprop bfloat16          151
 RMSpropTF float32          97
 RMSpropTF bfloat16        142
 AdamW float32 clipped     163
-AdamW bfloat16 clipped    203"""
+AdamW bfloat16 clipped    203""",
     )
     adamw = counts["AdamW float32"]
-    assert_expected_inline("\n".join(f"{operation} {count}" for operation, count in adamw.items()), """\
+    assert_expected_inline(
+        "\n".join(f"{operation} {count}" for operation, count in adamw.items()),
+        """\
 Add 5
 Cast 35
 Const 3
@@ -62,7 +65,8 @@ ForeachMulList 1
 ForeachSubList 1
 Mul 35
 NetOutput 1
-Sqrt 5""")
+Sqrt 5""",
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
