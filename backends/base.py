@@ -101,7 +101,7 @@ class Backend(ABC):
 
     @abstractmethod
     def available(self) -> Availability:
-        """Whether this machine can compile and run here; cheap, and without importing a compiler."""
+        """Whether this machine can compile and run here, and if not, why; never raises, cheap after the first time."""
 
     @abstractmethod
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:

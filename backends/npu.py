@@ -29,6 +29,8 @@ class NpuBackend(WholeListBackend):
     name = "npu"
     devices = ("npu",)
     limit = 40
+    """As on CUDA. Converting takes 0.2 s a tensor; how long CANN takes over a graph was not measured."""
+
     compiler = "torchair"
     compiler_remedy = "it comes with torch_npu and needs the packages protobuf and packaging"
 

@@ -87,7 +87,11 @@ class WholeListBackend(Backend):
 
     def graph(self, signature: Signature) -> Graph:
         """The compiled graph of a signature, not yet run."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+        def lower(module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
+            with unset_fake_temporarily():  # a compiler may make real constants
+                return self.lower(module, inputs)
 
         with FakeTensorMode():
             lists = [
@@ -97,7 +101,7 @@ class WholeListBackend(Backend):
             scalars, *scales = signature.shared or [(torch.float32, (0,))]
             shared = [torch.empty((), dtype=scalars[0], device="cpu") for _ in range(scalars[1][0])]
             shared += [torch.empty((), dtype=dtype, device=signature.device) for dtype, _ in scales]
-            return trace(signature, lists, shared, self.lower)
+            return trace(signature, lists, shared, lower)
 
 
 def apart(shared: Sequence[Tensor]) -> list[Tensor]:

@@ -65,6 +65,16 @@ def executed(recording: Recording) -> dict[str, Any]:
     return found
 
 
+def clipped_together(*devices: str) -> list[Any]:
+    """Two parameters on these devices, their gradients clipped by the norm of both."""
+    params = [torch.nn.Parameter(torch.ones(4, device=device)) for device in devices]
+    optimizer = co.SGD(params, lr=1.0, max_grad_norm=1.0, compile=devices != ("cpu", "cpu"))
+    for param, value in zip(params, (3.0, 4.0), strict=True):
+        param.grad = torch.full_like(param, value)
+    optimizer.step()
+    return [[param.tolist() for param in params], float(optimizer.last_grad_norm)]
+
+
 def mixed() -> dict[str, Any]:
     """Parameters on both devices in one optimizer; then the one on the NPU is moved."""
     moves, stays = (torch.nn.Parameter(torch.ones(4, device=device)) for device in ("npu", "cpu"))
@@ -99,6 +109,7 @@ def main() -> None:
         report["chosen"] = {device: backends.for_device(device).name for device in ("npu", "cpu")}
         report["executed"] = executed(recording)
         report["mixed"] = mixed()
+        report["clipped"] = clipped_together("npu", "cpu"), clipped_together("cpu", "cpu")
     json.dump(report, sys.stdout)
 
 

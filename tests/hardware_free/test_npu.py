@@ -93,6 +93,14 @@ def test_the_device_chooses_the_backend(report):
     assert report["mixed"]["before"] == [[[0.5] * 4, [0.5] * 4], ["cpu", "npu"]]
 
 
+def test_gradients_on_both_devices_are_clipped_by_one_norm(report):
+    (params, norm), (expected, expected_norm) = report["clipped"]
+    assert expected_norm == 10.0
+    assert norm == pytest.approx(expected_norm, rel=1e-6)
+    for values, wanted in zip(params, expected, strict=True):
+        assert values == pytest.approx(wanted, rel=1e-6)
+
+
 def test_the_guard_sees_a_parameter_leave_the_device(report):
     (moved, stayed), names = report["mixed"]["after"]
     assert names == ["cpu"]
