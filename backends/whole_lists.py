@@ -2,9 +2,9 @@
 
 A launch costs the host more than a small tensor costs an accelerator, so a call takes as many tensors as one graph can
 hold. Shapes are compiled in. Measured on Inductor's CUDA code (20 tensors, AdamW): with sizes left open, compiling
-takes 1.8 times as long, no load is wider than 4 bytes (16 if the size is known to be a multiple), and the sum over a
-tensor runs in a single block, however large the tensor. The price is that another model compiles anew. Lists are sorted
-by shape, so where a model repeats its layers, stretches of equal tensors share a unit.
+takes 1.8 times as long and no load is wider than 4 bytes (16 where the size is known to be a multiple), and a sum is
+split over the blocks that suit one assumed size. The price is that another model compiles anew. Lists are sorted by
+shape, so where a model repeats its layers, stretches of equal tensors share a unit.
 
 No tensor is allocated to compile: the program is traced on fake ones. Scalars are 0-dim CPU tensors, whose values
 become arguments of the kernels; the host waits for nothing.
