@@ -7,11 +7,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TORCH_NPU := $(VENV)/torch_npu
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 .PHONY: test report lint wheel clean
 
-test: $(READY)
+test: $(READY) $(TORCH_NPU)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 report: $(READY)
@@ -38,6 +39,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable ".[dev,perf]"
+	touch $@
+
+# unpacked aside, never installed: without CANN, an installed torch_npu makes `import torch` raise
+$(TORCH_NPU): constraints.txt | $(READY)
+	rm -rf $@
+	$(PIP) --no-deps --target $@ torch_npu
 	touch $@
 
 clean:

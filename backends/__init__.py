@@ -2,6 +2,7 @@
 
 from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
 from compiled_optim.backends.registry import for_device, get, names, register
+from compiled_optim.backends.whole_lists import WholeListBackend
 
 __all__ = [
     "Availability",
@@ -10,6 +11,7 @@ __all__ = [
     "Lane",
     "Signature",
     "Unit",
+    "WholeListBackend",
     "for_device",
     "get",
     "names",

@@ -29,15 +29,22 @@ class Availability(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The shape of a call: how many tensors it takes at most (0 for any number) and which variant of the code."""
+    """The shape of a call: how many tensors it takes at most (0 for any number) and which variant of the code.
+
+    ``shapes`` are those of its tensors if they are compiled in, else empty.
+    """
 
     kind: str
     width: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Everything a compiled unit assumes. A unit is never run on anything else."""
+    """Everything a compiled unit assumes. A unit is never run on anything else.
+
+    ``device`` has its index where there is one: generated code may name it.
+    """
 
     program: Program
     device: str
@@ -96,11 +103,14 @@ class Backend(ABC):
 
     @abstractmethod
     def available(self) -> Availability:
-        """Whether this machine can compile and run here; cheap, and without importing a compiler."""
+        """Whether this machine can compile and run here, and if not, why; never raises, cheap after the first time."""
 
     @abstractmethod
-    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
-        """Cut a list of tensors, given by their numbers of elements, into calls: the lane and the indices of each."""
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
+        """Cut a list of tensors, given by their shapes, into calls: the lane and the indices of each.
+
+        A tensor without elements needs no call.
+        """
 
     @abstractmethod
     def compile(self, signature: Signature) -> Unit:

@@ -8,6 +8,7 @@ starting the threads would cost more than the loop.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -43,6 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     SERIAL.kind: {"cpp.threads": 1, **COMMON_OPTIONS},
 }
 HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
+
+
+def compiler() -> str:
+    """The C++ compiler, where Inductor will look for it."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 class LaneUnit(Unit):
@@ -107,13 +113,13 @@ class CpuBackend(Backend):
 
     def available(self) -> Availability:
         """Whether there is a C++ compiler where Inductor will look for one."""
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        if shutil.which(compiler) is None:
-            return Availability(False, f"no C++ compiler was found (looked for {compiler!r}); {COMPILER_REMEDY}")
+        if shutil.which(compiler()) is None:
+            return Availability(False, f"no C++ compiler was found (looked for {compiler()!r}); {COMPILER_REMEDY}")
         return Availability(True)
 
-    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
         """Cut into calls of large tensors and of small ones; empty tensors need no call."""
+        sizes = list(map(math.prod, shapes))
         large = [i for i, size in enumerate(sizes) if size >= LARGE]
         small = [i for i, size in enumerate(sizes) if 0 < size < LARGE]
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -33,9 +34,9 @@ class EagerBackend(Backend):
         """Always."""
         return Availability(True)
 
-    def cut(self, sizes: Sequence[int]) -> list[tuple[Lane, list[int]]]:
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
         """One call for the whole list; empty tensors need none."""
-        places = [i for i, size in enumerate(sizes) if size]
+        places = [i for i, shape in enumerate(shapes) if math.prod(shape)]
         return [(Lane("list"), places)] if places else []
 
     def compile(self, signature: Signature) -> Unit:

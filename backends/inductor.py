@@ -38,6 +38,11 @@ SHARED = -2
 """In :attr:`Graph.inputs`, stands for the list index of the tensors shared by all lanes."""
 
 
+Run = Callable[[list[Any]], Sequence[Tensor]]
+Lowered = tuple[Run, int]
+"""A compiled graph's entry and the number of its kernels."""
+
+
 @dataclass
 class Graph:
     """A compiled graph and where each of its inputs comes from: ``(list, place)``, with SIZES and SHARED as lists.
@@ -84,10 +89,7 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
         if graph is None or not _agrees(signature, graph):
             graph = _compile(signature, hint, options)
             if not _agrees(signature, graph):
-                raise BackendUnavailableError(
-                    f"the compiled code of {signature} does not compute what its eager form does, so it is not used: "
-                    f"torch {torch.__version__} is not supported here. compile=False runs the same step eagerly"
-                )
+                raise disagreement(signature)
             store.save(signature, settings, graph.run, graph.inputs, graph.kernels)
         graph = _straightened(signature, graph)
     graph.seconds = time.perf_counter() - start
@@ -95,14 +97,9 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
 
 
 def _compile(signature: Signature, hint: int, options: Mapping[str, Any]) -> Graph:
-    """Trace and compile the program with Dynamo and Inductor."""
-    import torch._dynamo
+    """Trace the program over lanes of any size and compile it."""
     from torch._dynamo.decorators import mark_unbacked
-    from torch._inductor import exc, metrics
-    from torch._inductor.compile_fx import compile_fx
 
-    graphs: list[Graph] = []
-    kernels = metrics.generated_kernel_count
     lists, shared = _examples(signature, [(2,) * signature.rank] * signature.lane.width)
     for tensors in lists:
         for lane, tensor in enumerate(tensors):
@@ -110,12 +107,36 @@ def _compile(signature: Signature, hint: int, options: Mapping[str, Any]) -> Gra
                 # unbacked: correct for sizes 0 and 1 too, which backed dynamic sizes specialise on
                 size_hint = round(hint ** (1 / signature.rank))
                 mark_unbacked(tensor, dim, hint_override=size_hint, shape_id=f"lane{lane}.{dim}")
+    return trace(signature, lists, shared, lambda module, inputs: lower(module, inputs, options))
 
-    def compiler(module: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+
+def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[str, Any]) -> Lowered:
+    """Compile a traced graph with Inductor; the options are its settings for this compilation only."""
+    from torch._inductor import metrics
+    from torch._inductor.compile_fx import compile_fx
+
+    kernels = metrics.generated_kernel_count
+    compiled: Any = compile_fx(module, examples, config_patches=dict(options))
+    return _innermost(compiled), metrics.generated_kernel_count - kernels
+
+
+def trace(
+    signature: Signature,
+    lists: TensorLists,
+    shared: Sequence[Tensor],
+    lower: Callable[[torch.fx.GraphModule, list[Any]], Lowered],
+) -> Graph:
+    """Trace a signature's program on these inputs with Dynamo, as one graph, and lower that; nothing is run."""
+    import torch._dynamo
+    from torch._inductor import exc
+
+    graphs: list[Graph] = []
+
+    def compiler(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., tuple[None]]:
         inputs = _origins(module, lists, shared)
-        compiled: Any = compile_fx(module, examples, config_patches=dict(options))
-        graphs.append(Graph(_innermost(compiled), inputs, metrics.generated_kernel_count - kernels))
-        return compiled
+        run, kernels = lower(module, examples)
+        graphs.append(Graph(run, inputs, kernels))
+        return lambda *arguments: (None,)
 
     try:
         # the sizes of a lane's tensors are equal because we cut them so: no assertion in every call
@@ -149,11 +170,13 @@ def _examples(signature: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[
 
     def example(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
         # with room behind: a graph that took one input for another must fail _agrees, not the process
-        values = torch.rand(256, generator=generator, device="cpu") + 0.5
+        values = torch.rand(max(256, math.prod(shape)), generator=generator, device="cpu") + 0.5
         return values.to(device, dtype)[: math.prod(shape)].view(shape)
 
     lists = [[example(shape, dtype, signature.device) for shape in shapes] for dtype in signature.dtypes]
-    return lists, [example(shape, dtype, "cpu") for dtype, shape in signature.shared]
+    # the scalars, which come first, are always in host memory
+    shared = [example(s, dtype, signature.device if i else "cpu") for i, (dtype, s) in enumerate(signature.shared)]
+    return lists, shared
 
 
 def _straightened(signature: Signature, graph: Graph) -> Graph:
@@ -175,12 +198,27 @@ def _agrees(signature: Signature, graph: Graph) -> bool:
     """
     rows = (5,) * (signature.rank - 1)
     shapes = [(*rows, (37, 1, 3, 8)[lane % 4]) for lane in range(signature.lane.width)]
+    wrong_inputs = (IndexError, KeyError, RuntimeError, TypeError)
+
+    def run(lists: TensorLists, shared: Sequence[Tensor]) -> Sequence[Tensor]:
+        given = [[grad.view(1, -1, 1) for grad in lists[0]], *lists[1:]]
+        return graph(graph.arguments(shapes, given, shared))
+
+    return agrees(signature, shapes, run, wrong_inputs)
+
+
+def agrees(
+    signature: Signature,
+    shapes: Sequence[tuple[int, ...]],
+    run: Callable[[TensorLists, Sequence[Tensor]], Sequence[Tensor]],
+    failures: tuple[type[Exception], ...] = (),
+) -> bool:
+    """Whether ``run`` computes what the eager program does, on made-up tensors of these shapes; failures do not."""
     lists, shared = _examples(signature, shapes)
     expected_lists, expected_shared = _examples(signature, shapes)
-    given = [[grad.view(1, -1, 1) for grad in lists[0]], *lists[1:]]
     try:
-        outputs = graph(graph.arguments(shapes, given, shared))
-    except (IndexError, KeyError, RuntimeError, TypeError):  # not even inputs of the right kind
+        outputs = run(lists, shared)
+    except failures:
         return False
     expected = signature.program(expected_lists, expected_shared)
     pairs = [(a, b) for xs, ys in zip(lists, expected_lists, strict=True) for a, b in zip(xs, ys, strict=True)]
@@ -189,9 +227,19 @@ def _agrees(signature: Signature, graph: Graph) -> bool:
     tolerance = {torch.float16: 2e-2, torch.bfloat16: 2e-2}
     return all(
         torch.allclose(
-            a.double(), b.double(), tolerance.get(b.dtype, 1e-3), tolerance.get(b.dtype, 1e-3), equal_nan=True
+            *(a.cpu().double(), b.cpu().double()),
+            *(tolerance.get(b.dtype, 1e-3), tolerance.get(b.dtype, 1e-3)),
+            equal_nan=True,
         )
         for a, b in pairs
+    )
+
+
+def disagreement(signature: Signature) -> BackendUnavailableError:
+    """The error for a unit that computes something else."""
+    return BackendUnavailableError(
+        f"the compiled code of {signature} does not compute what its eager form does, so it is not used: "
+        f"torch {torch.__version__} is not supported here. compile=False runs the same step eagerly"
     )
 
 
@@ -229,7 +277,7 @@ def _origins(module: torch.fx.GraphModule, lists: TensorLists, shared: Sequence[
     return [origins[node] if node in origins else (SIZES, places[str(examples[node])]) for node in placeholders]
 
 
-def _innermost(compiled: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Tensor]]:
+def _innermost(compiled: Callable[..., Any]) -> Run:
     """Inductor's own entry into the graph, from within the layers wrapped around it; the outermost if there is none."""
     from torch._inductor.output_code import CompiledFxGraph
 

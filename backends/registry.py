@@ -11,7 +11,7 @@ from compiled_optim.backends.base import Backend
 from compiled_optim.backends.cpu import CpuBackend
 from compiled_optim.backends.cuda import CudaBackend
 from compiled_optim.backends.eager import EagerBackend
-from compiled_optim.backends.npu import NpuBackend
+from compiled_optim.backends.npu import NpuBackend, NpuInductorBackend
 from compiled_optim.errors import BackendUnavailableError
 
 ENTRY_POINT_GROUP = "compiled_optim.backends"
@@ -61,5 +61,6 @@ def _load_entry_points() -> None:
             register(entry_point.load()())
 
 
-for _backend in (CpuBackend, CudaBackend, NpuBackend, EagerBackend):
+# the last one that serves a device is the default there
+for _backend in (CpuBackend, CudaBackend, NpuInductorBackend, NpuBackend, EagerBackend):
     register(_backend())

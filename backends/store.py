@@ -26,6 +26,8 @@ from compiled_optim.backends.base import Signature
 
 Place = tuple[int, int]
 
+FOLDER = "compiled_optim"
+
 
 def load(
     signature: Signature, settings: Mapping[str, Any]
@@ -37,7 +39,7 @@ def load(
         return None
     try:
         record = json.loads(_path(signature, settings).read_text())
-        module = PyCodeCache.load_by_key_path(record["key"], str(_directory() / record["module"]))
+        module = PyCodeCache.load_by_key_path(record["key"], str(directory() / record["module"]))
         return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
     except Exception:  # whatever a stale or damaged file brings, compiling again is the answer
         return None
@@ -54,8 +56,11 @@ def save(
     if not _covered(signature):
         return
     try:
-        module = Path(inspect.getfile(run)).resolve().relative_to(_directory())
-        record = {"key": module.stem, "module": str(module), "inputs": list(inputs), "kernels": kernels}
+        module = Path(inspect.getfile(run)).resolve().relative_to(directory())
+        record = {
+            **{"key": module.stem, "module": str(module), "inputs": list(inputs), "kernels": kernels},
+            "made_by": _maker(),
+        }
         path = _path(signature, settings)
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(f".{id(record)}")
@@ -75,10 +80,22 @@ def _covered(signature: Signature) -> bool:
     return str(_rule(signature).__module__).split(".")[0] == compiled_optim.__name__
 
 
-def _directory() -> Path:
+def directory() -> Path:
+    """Where Inductor keeps what it compiles, and the graphs are found again."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()).resolve()
+
+
+def kept() -> int:
+    """How many graphs made by this very version of everything are on disk."""
+    count = 0
+    for path in (directory() / FOLDER).glob("*.json"):
+        try:
+            count += json.loads(path.read_text())["made_by"] == _maker()
+        except (OSError, ValueError, KeyError):
+            continue
+    return count
 
 
 def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
@@ -87,9 +104,7 @@ def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
 
     program, rule = signature.program, _rule(signature)
     parts = (
-        *(torch.__version__, torch.version.git_version, sys.version, platform.machine()),
-        torch.backends.cpu.get_cpu_capability(),
-        _sources(),
+        _maker(),
         f"{rule.__module__}.{rule.__qualname__}",
         repr([signature.dtypes, signature.shared, signature.rank, signature.lane, signature.device]),
         repr([value for name, value in vars(program).items() if name not in ("name", "update")]),
@@ -98,15 +113,16 @@ def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
     digest = hashlib.sha256(pickle.dumps(config.save_config_portable()))
     for part in parts:
         digest.update(str(part).encode() + b"\0")
-    return _directory() / "compiled_optim" / f"{digest.hexdigest()}.json"
+    return directory() / FOLDER / f"{digest.hexdigest()}.json"
 
 
 @lru_cache
-def _sources() -> str:
-    """A digest of this package's source."""
+def _maker() -> str:
+    """A digest of what makes the graphs: torch, Python, the processor and this package's source."""
+    parts = (torch.__version__, torch.version.git_version, sys.version, platform.machine())
+    digest = hashlib.sha256(repr((*parts, torch.backends.cpu.get_cpu_capability())).encode())
     folders = [*map(Path, compiled_optim.__path__), Path(__file__).parent]
     files = [path for folder in folders for path in folder.glob("*.py")]
-    digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_adam, check_not_negative
-from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, plus_scaled, settled, shifted
+from compiled_optim.lists import (
+    TensorList,
+    minus_scaled_,
+    moment_scalars,
+    moments_,
+    plus_scaled,
+    settled,
+    shifted,
+    sum_dtype,
+)
 from compiled_optim.optimizer import EngineOptions, Optimizer
 
 
@@ -122,7 +131,7 @@ def projection(param: Tensor, grad: Tensor, step: Tensor, delta: Tensor, eps: Te
     """
     rows, columns = param.shape
     inner, square, grad_square, overlap = (
-        (a * b).sum(dim=1, dtype=torch.float64) for a, b in ((grad, param), (param, param), (grad, grad), (step, param))
+        (a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in ((grad, param), (param, param), (grad, grad), (step, param))
     )
     views = [
         (inner, square, grad_square, overlap, columns),

@@ -39,20 +39,32 @@ class Clipping:
 
     def run(self, optimizer: Optimizer, batches: Sequence[Batch], gathered: Sequence[Sequence[Tensor]]) -> Tensor:
         """Set the batches' gradient scale and return the norm of all gradients before clipping."""
-        pools: dict[Hashable, Tensor] = {None: torch.zeros((), dtype=torch.float64, device="cpu")}
+        pools: dict[Hashable, list[Tensor]] = {None: []}
         clips = [optimizer.clips(batch.spec.group, batch.spec.dtypes[0]) for batch in batches]
         for calls, grads, batch_clips in zip(self.calls, gathered, clips, strict=True):
-            square = pools[None].new_zeros(())
-            for call in calls:
-                part = call(grads)
-                assert part is not None
-                square += part.to(square.device)
+            squares = [square for call in calls if (square := call(grads)) is not None]
             for pool in dict.fromkeys([None, *(clip.pool for clip in batch_clips)]):
-                pools[pool] = pools[pool] + square if pool in pools else square
+                pools.setdefault(pool, []).extend(squares)
+        norms = {pool: _norm(squares) for pool, squares in pools.items()}
         for batch, batch_clips in zip(batches, clips, strict=True):
-            scale = pools[None].new_ones(())
+            scale: Tensor | None = None
             for clip in batch_clips:
-                norm = pools[clip.pool].sqrt() * scale
-                scale = scale * (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
-            batch.grad_scale.copy_(-scale if batch.spec.group["maximize"] else scale)
-        return pools[None].sqrt()
+                norm = norms[clip.pool].to(batch.grad_scale.device)
+                norm = norm if scale is None else norm * scale
+                # by a 0-dim CPU tensor: one launch; by a number, torch takes the reciprocal and multiplies
+                max_norm = torch.tensor(clip.max_norm, dtype=norm.dtype, device="cpu")
+                factor = (max_norm / (norm + clip.eps)).clamp(max=1.0)
+                scale = factor if scale is None else scale * factor
+            if scale is not None:
+                batch.grad_scale.copy_(-scale if batch.spec.group["maximize"] else scale)
+        return norms[None]
+
+
+def _norm(squares: Sequence[Tensor]) -> Tensor:
+    """The root of a sum, taken on an accelerator if there is one among the devices: so the host waits for none."""
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    home = next((square for square in squares if square.device.type != "cpu"), squares[0])
+    moved = [square.to(home, non_blocking=True) for square in squares]
+    total = torch.stack(moved).sum() if len(moved) > 2 else sum(moved[1:], moved[0])
+    return total.sqrt()

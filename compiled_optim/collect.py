@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -65,7 +64,7 @@ class BatchSpec:
 
     def cut(self) -> list[tuple[Lane, list[int]]]:
         """How the backend cuts this batch into calls."""
-        return self.backend.cut([math.prod(shape) for shape in self.shapes()])
+        return self.backend.cut(self.shapes())
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape each parameter is viewed in."""
@@ -77,12 +76,12 @@ class BatchSpec:
         shared: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, (len(self.program.scalars),))]
         if self.program.scaled:
             shared.append((dtype, ()))
-        return Signature(self.program, self._device_type(), 1 + self.rows, self.dtypes, tuple(shared), lane)
+        return Signature(self.program, self._device(), 1 + self.rows, self.dtypes, tuple(shared), lane)
 
     def norm_signature(self, lane: Lane) -> Signature:
         """The signature of the norm of this batch's gradients on one lane."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
-        return Signature(program, self._device_type(), 1 + self.rows, self.dtypes[:1], (), lane)
+        return Signature(program, self._device(), 1 + self.rows, self.dtypes[:1], (), lane)
 
     def bind(
         self,
@@ -101,8 +100,8 @@ class BatchSpec:
             calls.append(BoundCall(unit, signature(lane), picker(places), call))
         return calls
 
-    def _device_type(self) -> str:
-        return self.entries[0].param.device.type
+    def _device(self) -> str:
+        return str(self.entries[0].param.device)
 
 
 def collect(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[BatchSpec]:

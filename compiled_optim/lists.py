@@ -58,8 +58,16 @@ def moments_(
 
 
 def norms(tensors: TensorList) -> list[Tensor]:
-    """The 2-norm of each tensor as a 0-dim tensor, summed in float64: in float32 a long sum would lose digits."""
-    return [(tensor * tensor).sum(dtype=torch.float64).sqrt().to(tensor.dtype) for tensor in tensors]
+    """The 2-norm of each tensor as a 0-dim tensor."""
+    return [(tensor * tensor).sum(dtype=sum_dtype(tensor)).sqrt().to(tensor.dtype) for tensor in tensors]
+
+
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype to sum a tensor in: float64 on the CPU, where Inductor sums in order and float32 would lose digits.
+
+    Accelerators sum in trees, which loses next to nothing, and compute in float64 slowly or not at all.
+    """
+    return torch.float64 if tensor.device.type == "cpu" else tensor.dtype
 
 
 def settled(tensor: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- torch.optim's interface
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:
         """The state of each parameter, as in torch.optim. From the first look at it on, every step checks it."""
         self.state_was_seen = True
         return self.own_state

@@ -40,7 +40,9 @@ class Batch:
         self._scattered: list[Tensor] = []
         dtype = compute_dtype(spec.dtypes[1])
         self.scalars = Scalars(len(spec.program.scalars), dtype)
-        self.grad_scale = torch.full((), -1.0 if spec.group["maximize"] else 1.0, dtype=dtype, device="cpu")
+        self.grad_scale = torch.full(
+            (), -1.0 if spec.group["maximize"] else 1.0, dtype=dtype, device=self.params[0].device
+        )
         shared = [self.scalars.tensor, self.grad_scale] if spec.program.scaled else [self.scalars.tensor]
         lists = [[optimizer.own_state[param][name] for param in self.params] for name in spec.program.states]
         self.states = [state for tensors in lists for state in tensors]

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compiled_optim.lists import TensorList
+from compiled_optim.lists import TensorList, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
@@ -36,6 +36,7 @@ class Program(Protocol):
 class UpdateProgram:
     """An optimizer's update rule over ``[grads, params, *states]`` with ``[scalars]`` or ``[scalars, grad_scale]``.
 
+    The scalars are one 1-D tensor, or a 0-dim tensor each in its place.
     The rule sees its tensors in the dtype of the scalars, which is float32 or better: low-precision parameters and
     states are widened on the way in and rounded once on the way out.
     """
@@ -49,30 +50,28 @@ class UpdateProgram:
 
     def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> None:
         """Apply the rule once, in place."""
-        scalars = shared[0]
+        dtype = shared[0].dtype
+        scalars = shared[0].unbind() if shared[0].ndim else shared[: len(self.scalars)]
         homes = lists[1:]
-        grads: TensorList = _widen(lists[0], scalars.dtype)
+        grads: TensorList = _widen(lists[0], dtype)
         if self.scaled:
-            grads = torch._foreach_mul(grads, shared[1])
-        work = [_widen(home, scalars.dtype) for home in homes]
+            grads = torch._foreach_mul(grads, shared[-1])
+        work = [_widen(home, dtype) for home in homes]
         self.update(
             work[0],
             grads,
             **dict(zip(self.states, work[1:], strict=True)),
-            **dict(zip(self.scalars, scalars.unbind(), strict=True)),
+            **dict(zip(self.scalars, scalars, strict=True)),
             **dict(self.options),
         )
         for home, result in zip(homes, work, strict=True):
-            if home[0].dtype != scalars.dtype:
+            if home[0].dtype != dtype:
                 torch._foreach_copy_(home, result)
 
 
 @dataclass(frozen=True)
 class SquaredNormProgram:
-    """The sum of the squares of all gradients: squared in ``dtype``, summed in float64.
-
-    Inductor sums in order; in float32 a million terms would lose three digits.
-    """
+    """The sum of the squares of all gradients: squared in ``dtype``, summed in :func:`sum_dtype`."""
 
     dtype: torch.dtype
     name: str = "squared_norm"
@@ -81,7 +80,7 @@ class SquaredNormProgram:
         """Return the sum as a 0-dim tensor."""
         # tensor by tensor: Inductor does not fuse a foreach operation into the reduction that follows it
         squares = [grad * grad for grad in _widen(lists[0], self.dtype)]
-        return torch.stack([square.sum(dtype=torch.float64) for square in squares]).sum()
+        return torch.stack([square.sum(dtype=sum_dtype(square)) for square in squares]).sum()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,6 +2,25 @@ from __future__ import annotations
 
 import pytest
 
+from compiled_optim import backends
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="run the parity tests on this device type: cpu, cuda, npu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device")
+    available = backends.for_device(device).available()
+    if not available:
+        raise pytest.UsageError(f"--device {device}: {available.reason}")
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """The device that --device names."""
+    return pytestconfig.getoption("--device")
+
 
 @pytest.fixture(params=[True, False], ids=["compiled", "eager"])
 def compiled(request: pytest.FixtureRequest) -> bool:

@@ -14,11 +14,13 @@ SMALL = [(8, 5), (7,), (), (1,), (0, 3), (2, 3, 4), (3, 2, 3, 3)]
 LARGE = [(300, 120)]  # above backends.cpu.LARGE: runs in the parallel unit
 
 
-def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+def parameters(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     # one element alone must stay away from zero: where a sum cancels, relative accuracy means nothing
     values = [torch.randn(shape, generator=generator) + (30 if shape in ((), (1,)) else 0) for shape in shapes]
-    return [torch.nn.Parameter(value.to(dtype)) for value in values]
+    return [torch.nn.Parameter(value.to(device, dtype)) for value in values]
 
 
 def gradients(params: Sequence[Tensor], steps: int, seed: int = 1) -> Iterator[list[Tensor]]:
@@ -28,7 +30,7 @@ def gradients(params: Sequence[Tensor], steps: int, seed: int = 1) -> Iterator[l
         values = [torch.randn(p.shape, generator=generator).to(torch.bfloat16) for p in params]
         values = [value.abs() if value.numel() == 1 else value for value in values]  # for the same reason
         yield [
-            value.to(p.dtype.to_real() if p.is_complex() else p.dtype).to(p.dtype)
+            value.to(p.dtype.to_real() if p.is_complex() else p.dtype).to(p.device, p.dtype)
             for value, p in zip(values, params, strict=True)
         ]
 
@@ -55,7 +57,7 @@ def train(
 def distance(actual: Tensor, expected: Tensor) -> float:
     """Relative difference by norm, in double precision."""
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
+    actual, expected = actual.detach().cpu().to(wide), expected.detach().cpu().to(wide)
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-300)) if expected.numel() else 0.0
 
 

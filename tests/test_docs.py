@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import compiled_optim
+from compiled_optim.backends import registry
 
 MODULES = [m.name for m in pkgutil.iter_modules(compiled_optim.__path__, "compiled_optim.")]
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", ["compiled_optim", *MODULES])
@@ -22,10 +23,12 @@ def test_docstrings(name):
     assert failures == 0
 
 
-def test_readme():
+@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/backends.md", 2)])
+def test_pages(page, least, monkeypatch):
     """The Python blocks run in order, in one namespace, as a reader would type them."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) >= 3
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(blocks) >= least
     namespace: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+        exec(compile(block, page, "exec"), namespace)

@@ -53,9 +53,9 @@ def states_of(optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-def test_agrees_with_torch(name, options, dtype, compiled):
+def test_agrees_with_torch(name, options, dtype, compiled, device):
     shapes = SMALL + LARGE if dtype == torch.float32 else SMALL
-    ours, theirs = parameters(shapes, dtype), parameters(shapes, dtype)
+    ours, theirs = parameters(shapes, dtype, device=device), parameters(shapes, dtype, device=device)
     our_optimizer = train(lambda p: getattr(co, name)(p, **options, compile=compiled), ours)
     their_optimizer = train(lambda p: getattr(torch.optim, name)(p, **options, foreach=False), theirs)
     assert_close(ours, theirs, TOLERANCE[dtype])
@@ -70,14 +70,15 @@ def test_agrees_with_torch(name, options, dtype, compiled):
     [case for case in CASES if "maximize" not in case[1]],
     ids=[i for i in IDS if "maximize" not in i],
 )
-def test_low_precision_is_no_further_from_the_truth_than_torch(name, options, dtype, compiled):
+def test_low_precision_is_no_further_from_the_truth_than_torch(name, options, dtype, compiled, device):
     """The truth is the same run in float64, from the same rounded start and gradients."""
     # an epsilon float16 can represent, and enough elements for the errors to be statistics rather than luck
     options = options if name == "SGD" else {**options, "eps": 1e-3}
     shapes = [(50, 100), (3000,)]
 
     def run(make, run_dtype):
-        params = [torch.nn.Parameter(p.detach().to(dtype).to(run_dtype)) for p in parameters(shapes)]
+        start = [p.detach().to(dtype).to(device, run_dtype) for p in parameters(shapes)]
+        params = [torch.nn.Parameter(value) for value in start]
         train(make, params)
         return params
 

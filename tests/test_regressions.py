@@ -64,7 +64,7 @@ def test_rules_of_users_are_not_looked_up_by_name(tmp_path, monkeypatch):
         step_with_ones(make(constant)([param], {"lr": 0.1, "maximize": False}), param)
         assert param[0].item() == pytest.approx(-constant)
     assert not (tmp_path / "compiled_optim").exists()
-    assert store._directory() == tmp_path.resolve()
+    assert store.directory() == tmp_path.resolve()
 
 
 def test_complex_states_start_at_their_value_in_both_parts(compiled):

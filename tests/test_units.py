@@ -174,9 +174,9 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
 
 def test_cutting():
     cut = get_backend("cpu").cut
-    large, small = cpu.LARGE, 10
+    large, small = (cpu.LARGE,), (10,)
     assert cut([]) == []
-    assert cut([0, 0]) == []
+    assert cut([(0,), (3, 0)]) == []
     assert cut([small] * 5) == [(cpu.SERIAL, [0, 1, 2, 3]), (cpu.SERIAL, [4])]
     assert cut([small, large, small, large, large]) == [
         (cpu.PARALLEL, [1, 3]),

@@ -1,0 +1,22 @@
+"""``python -m compiled_optim``: commands for the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from compiled_optim import doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m compiled_optim", description="Compiled PyTorch optimizers.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    command = commands.add_parser("doctor", help="what this machine can compile for, and why not for the rest")
+    command.set_defaults(run=doctor.run)
+    return int(parser.parse_args(arguments).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

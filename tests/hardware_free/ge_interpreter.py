@@ -1,0 +1,106 @@
+"""Run a GE graph, as torchair hands it to CANN, on the CPU, operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchair._ge_concrete_graph.ge_ir_pb2 import DataType as StoredType
+from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
+from torchair.ge._ge_graph import DataType
+
+DTYPES = {
+    "DT_FLOAT": torch.float32,
+    "DT_FLOAT16": torch.float16,
+    "DT_BF16": torch.bfloat16,
+    "DT_DOUBLE": torch.float64,
+    "DT_INT64": torch.int64,
+    "DT_INT32": torch.int32,
+    "DT_BOOL": torch.bool,
+}
+STORED = {StoredType.Value(name): dtype for name, dtype in DTYPES.items()}
+CAST = {int(getattr(DataType, name)): dtype for name, dtype in DTYPES.items()}
+
+
+def _ints(tensor: torch.Tensor) -> list[int]:
+    return [int(value) for value in tensor.flatten().tolist()]
+
+
+def _each(function):
+    """An operation over two lists that arrive one after the other, and perhaps an alpha for the second."""
+
+    def apply(operation, *inputs):
+        half, rest = divmod(len(inputs), 2)
+        alpha = inputs[-1] if rest else 1
+        return [function(a, b * alpha) for a, b in zip(inputs[:half], inputs[half : 2 * half], strict=True)]
+
+    return apply
+
+
+OPERATIONS: dict[str, Any] = {
+    "Abs": lambda o, a: a.abs(),
+    "Add": lambda o, a, b: a + b,
+    "ClipByValueV2": lambda o, a, low, high: torch.minimum(torch.maximum(a, low), high),
+    "Cast": lambda o, a: a.to(CAST[o.attr["dst_type"].i]),
+    "Equal": lambda o, a, b: a == b,
+    "Fill": lambda o, shape, value: torch.full(_ints(shape), value.item(), dtype=value.dtype),
+    "ForeachAddList": _each(torch.add),
+    "ForeachDivList": _each(torch.div),
+    "ForeachMaximumList": _each(torch.maximum),
+    "ForeachMulList": _each(torch.mul),
+    "ForeachSubList": _each(torch.sub),
+    "Greater": lambda o, a, b: a > b,
+    "Less": lambda o, a, b: a < b,
+    "LogicalAnd": lambda o, a, b: a & b,
+    "LogicalOr": lambda o, a, b: a | b,
+    "Maximum": lambda o, a, b: torch.maximum(a, b),
+    "Minimum": lambda o, a, b: torch.minimum(a, b),
+    "Mul": lambda o, a, b: a * b,
+    "Neg": lambda o, a: -a,
+    "Pack": lambda o, *tensors: torch.stack(tensors, o.attr["axis"].i),
+    "RealDiv": lambda o, a, b: a / b,
+    "ReduceMax": lambda o, a, axes: a.amax(_ints(axes), keepdim=o.attr["keep_dims"].b) if axes.numel() else a,
+    "ReduceSum": lambda o, a, axes: a.sum(_ints(axes), keepdim=o.attr["keep_dims"].b) if axes.numel() else a,
+    "Reshape": lambda o, a, shape: a.reshape(_ints(shape)),
+    "SelectV2": lambda o, condition, a, b: torch.where(condition, a, b),
+    "Shape": lambda o, a: torch.tensor(a.shape),
+    "Sqrt": lambda o, a: a.sqrt(),
+    "Sub": lambda o, a, b: a - b,
+    "Sxpy": lambda o, a, b, alpha: a - alpha.to(a.dtype) * b,
+    "Unsqueeze": lambda o, a: a.unsqueeze(o.attr["axes"].list.i[0]),
+    "ZerosLike": lambda o, a: torch.zeros_like(a),
+}
+
+
+def _constant(operation: Any) -> torch.Tensor:
+    value = operation.attr["value"].t
+    dtype, shape = STORED[value.desc.dtype], list(value.desc.shape.dim)
+    return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(shape) if value.data else torch.empty(shape)
+
+
+def run(model: bytes, inputs: list[torch.Tensor], assigned: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The graph's outputs; one that is assigned a tensor is written there."""
+    parsed = ModelDef()
+    parsed.ParseFromString(model)
+    values: dict[str, torch.Tensor] = {}
+    outputs: list[torch.Tensor] = []
+    for operation in parsed.graph[0].op:
+        arguments = [values[name] for name in operation.input if name and not name.endswith(":-1")]
+        if operation.type in ("Data", "RefData"):
+            results: Any = inputs[operation.attr["index"].i]
+        elif operation.type == "Const":
+            results = _constant(operation)
+        elif operation.type == "NetOutput":
+            outputs = arguments
+            continue
+        else:
+            if operation.type not in OPERATIONS:
+                raise LookupError(f"the interpreter has no operation {operation.type}")
+            results = OPERATIONS[operation.type](operation, *arguments)
+        for i, result in enumerate(results if isinstance(results, list) else [results]):
+            values[f"{operation.name}:{i}"] = result
+    given = assigned or [None] * len(outputs)
+    return [
+        output.clone() if target is None else target.copy_(output)
+        for output, target in zip(outputs, given, strict=True)
+    ]

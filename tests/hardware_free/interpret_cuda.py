@@ -1,0 +1,72 @@
+"""Run the CUDA backend's kernels in Triton's interpreter, on CPU memory, next to the eager program.
+
+Prints as JSON, for each optimizer, how far the two are apart and how far the parameters moved; in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from compiled_optim.backends.cuda import CudaBackend
+from compiled_optim.backends.whole_lists import ListUnit
+from tests.hardware_free import steps, triton_math
+from tests.hardware_free.gpuless_cuda import gpuless_cuda
+
+SHAPES = [(24, 40), (130, 33), (7, 5, 3), (1, 1), (40,), (33,), (1,), (3000,)]
+STEPS = 3
+
+
+def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, float]:
+    """Some steps by both; ``spoil`` multiplies what the kernels get as learning rate: a mistake made on purpose."""
+    ours, eager = steps.optimizer(name, SHAPES), steps.optimizer(name, SHAPES)
+    start = [param.detach().clone() for param in ours._params()]
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for step in range(1, STEPS + 1):
+        for mine, theirs in zip(ours._params(), eager._params(), strict=True):
+            mine.grad = theirs.grad = torch.randn(mine.shape, generator=generator)
+        eager.step()
+        if not batches:
+            batches = [_bound(ours, spec, backend) for spec in steps.collect(ours, ours._params())]
+        for spec, calls, scalars in batches:
+            values = ours.scalars(spec.group, step)
+            spoiled = {key: value * (spoil if key in ("lr", "step_size") else 1) for key, value in values.items()}
+            scalars.copy_(torch.tensor(list(spoiled.values())))
+            for places, call in calls:
+                call([spec.entries[i].param.grad.view(spec.shapes()[i]) for i in places])
+    pairs = list(zip(ours._params(), eager._params(), strict=True))
+    return {
+        "apart": max(float((mine - theirs).abs().max()) for mine, theirs in pairs),
+        "moved": min(float((mine - old).abs().max()) for mine, old in zip(ours._params(), start, strict=True)),
+    }
+
+
+def _bound(optimizer, spec, backend):
+    """A batch's calls over CPU memory, of units compiled for a GPU."""
+    scalars = torch.zeros(len(spec.program.scalars))
+    shapes = spec.shapes()
+    params = [entry.param.detach().view(shape) for entry, shape in zip(spec.entries, shapes, strict=True)]
+    states = [[torch.zeros_like(param) for param in params] for _ in spec.program.states]
+    calls = []
+    for lane, places in backend.cut(shapes):
+        unit = ListUnit(backend.graph(steps.elsewhere(spec.signature(lane), "cuda:0")))
+        lists = [[tensors[i] for i in places] for tensors in (params, *states)]
+        calls.append((places, unit.bind([shapes[i] for i in places], lists, [scalars])))
+    return spec, calls, scalars
+
+
+def main() -> None:
+    triton_math.install()
+    with gpuless_cuda() as recording:
+        backend = CudaBackend()
+        report = {name: distances(name, backend) for name in ("AdamW", "SGD", "Lamb", "AdamP")}
+        report["launches"] = len(recording.launches)
+        report["spoiled"] = distances("AdamW", backend, spoil=1.01)
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Lower all optimizers to CUDA kernels and count their launches; prints what it found as JSON.
+
+In a process of its own, with ``TORCHINDUCTOR_COMPILE_THREADS=1``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compiled_optim as co
+from compiled_optim.backends import Signature
+from compiled_optim.backends.cuda import CudaBackend
+from compiled_optim.clip import Clipping
+from tests.hardware_free import steps
+from tests.hardware_free.gpuless_cuda import Recording, gpuless_cuda
+
+
+def launch(backend: CudaBackend, signature: Signature) -> None:
+    """Compile a unit and call it with fake tensors: its launches are recorded."""
+    graph = backend.graph(signature)
+    scalars = [SimpleNamespace(item=lambda: 1.0)] * (signature.shared[0][1][0] if signature.shared else 0)
+    with FakeTensorMode():
+        lists = [
+            [torch.empty(shape, dtype=dtype, device="cuda") for shape in signature.lane.shapes]
+            for dtype in signature.dtypes
+        ]
+        scales = [torch.empty((), dtype=dtype, device="cuda") for dtype, _ in signature.shared[1:]]
+        graph.run(graph.arguments((), lists, [*scalars, *scales]))
+
+
+class EagerOperations(TorchDispatchMode):
+    """Counts operations that write to a cuda tensor, each a launch, and those that make the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+        self.syncs: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor) and arg.ndim == 0}
+        if function is torch.ops.aten._local_scalar_dense.default or (
+            "cuda" in devices and isinstance(result, torch.Tensor) and result.device.type == "cpu"
+        ):
+            self.syncs.append(str(function))
+        elif isinstance(result, torch.Tensor) and result.device.type == "cuda" and not function.is_view:
+            self.launches.append(str(function))
+        return result
+
+
+def clipping(optimizer: co.Optimizer) -> EagerOperations:
+    """What the clipping phase does between the unit that measures and the unit that updates."""
+    with FakeTensorMode():
+        scale, square = torch.empty((), device="cuda"), torch.empty((), device="cuda")
+        spec = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,))
+        phase = Clipping(optimizer, [])
+        phase.calls = [[lambda grads: square]]
+        with EagerOperations() as operations:
+            phase.run(optimizer, [SimpleNamespace(spec=spec, grad_scale=scale)], [[]])
+    return operations
+
+
+def lowered(recording: Recording) -> dict[str, Any]:
+    backend = CudaBackend()
+    found: dict[str, Any] = {}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in steps.OPTIMIZERS}
+    for case, (name, options) in {**cases, **steps.CLIPPED}.items():
+        optimizer = steps.optimizer(name, **options)
+        recording.launches.clear()
+        recording.kernels.clear()
+        for signature in steps.signatures(optimizer, backend, "cuda:0"):
+            launch(backend, signature)
+        eager = clipping(optimizer) if optimizer.clips_any() else EagerOperations()
+        codes = [code for codes in recording.machine_code().values() for code in codes]
+        found[case] = dict(
+            launches=len(recording.launches) + len(eager.launches),
+            syncs=eager.syncs,
+            kernels=len(set(recording.launches)),
+            machine_code=bool(codes) and all(code[:4] == b"\x7fELF" for code in codes),
+            arguments=max(len(kernel.triton_meta["signature"]) for kernel in recording.kernels.values()),
+            target=recording.targets(),
+        )
+    return found
+
+
+def main() -> None:
+    with gpuless_cuda() as recording:
+        json.dump(lowered(recording), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

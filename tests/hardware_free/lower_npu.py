@@ -1,0 +1,117 @@
+"""Lower all optimizers through torchair's own converters, and step optimizers on tensors of device ``npu``.
+
+The tensors are in CPU memory and the GE graphs are run by an interpreter. Prints what it found as JSON; in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+
+import compiled_optim as co
+from compiled_optim import backends, collect
+from compiled_optim.backends import npu
+from tests import npu_device
+from tests.hardware_free import steps, torchair_without_cann
+from tests.hardware_free.torchair_without_cann import Recording
+
+SHAPES = [(6, 4), (5, 3, 2), (1, 1), (7,), (1,)]
+STEPS = 10
+
+
+def stepped(name: str, device: str, compiled: bool, dtype: torch.dtype, **options: Any) -> co.Optimizer:
+    """An optimizer after some steps with a learning rate that changes every time."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    params = [torch.nn.Parameter(value.to(device)) for value in values]
+    optimizer = getattr(co, name)(params, **{**steps.OPTIMIZERS[name], **options}, compile=compiled)
+    for step in range(STEPS):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype).to(device)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.step()
+    return optimizer
+
+
+def executed(recording: Recording) -> dict[str, Any]:
+    """For each optimizer and dtype what its graphs are made of, and how its steps compare with eager ones."""
+    found = {}
+    cases: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in steps.OPTIMIZERS), *steps.CLIPPED.values()]
+    for name, options in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            recording.clear()
+            backends.get("npu")._units.clear()  # what one case compiled, the next compiles again
+            ours = stepped(name, "npu", True, dtype, **options)
+            eager = stepped(name, "cpu", False, dtype, **options)
+            pairs = list(zip(ours._params(), eager._params(), strict=True))
+            report = ours.explain()
+            key = " ".join([name, str(dtype).removeprefix("torch."), *("clipped" for _ in options)])
+            found[key] = dict(
+                operations=recording.operations(),
+                copied_back=recording.copied_back,
+                apart=max(float((a.detach().cpu() - b.detach()).abs().max()) for a, b in pairs),
+                backends=report.backends,
+                recompiles=report.recompiles,
+                built_again=len(recording.graphs) - report.graphs,
+                # beyond those of the steps, each graph is run once to be verified
+                runs_of_steps=recording.runs - report.graphs,
+                calls_of_steps=report.calls_per_step * STEPS,
+            )
+    return found
+
+
+def clipped_together(*devices: str) -> list[Any]:
+    """Two parameters on these devices, their gradients clipped by the norm of both."""
+    params = [torch.nn.Parameter(torch.ones(4, device=device)) for device in devices]
+    optimizer = co.SGD(params, lr=1.0, max_grad_norm=1.0, compile=devices != ("cpu", "cpu"))
+    for param, value in zip(params, (3.0, 4.0), strict=True):
+        param.grad = torch.full_like(param, value)
+    optimizer.step()
+    return [[param.tolist() for param in params], float(optimizer.last_grad_norm)]
+
+
+def mixed() -> dict[str, Any]:
+    """Parameters on both devices in one optimizer; then the one on the NPU is moved."""
+    moves, stays = (torch.nn.Parameter(torch.ones(4, device=device)) for device in ("npu", "cpu"))
+    optimizer = co.SGD([moves, stays], lr=0.5, momentum=0.9)
+
+    def step() -> list[Any]:
+        for param in (moves, stays):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        batches = optimizer._plan.batches
+        return [[moves.tolist(), stays.tolist()], sorted(batch.spec.backend.name for batch in batches)]
+
+    before = step()
+    # as module.cpu() does with torch.__future__.set_swap_module_params_on_conversion
+    torch.utils.swap_tensors(moves, torch.nn.Parameter(moves.detach().cpu()))
+    after = step()
+    state = optimizer.state[moves]["momentum_buffer"]
+    return dict(before=before, after=after, events=optimizer.explain().events, state=str(state.device))
+
+
+def main() -> None:
+    npu_device.install()
+    recording = torchair_without_cann.install()
+    recording.watch(npu.NpuBackend)
+    report: dict[str, Any] = {}
+    # the interpreter stands in for CANN and the device; everything else is as on hardware
+    # (and memory of this device has no addresses, so all of it would seem to be shared)
+    with (
+        mock.patch.object(npu, "_missing_device", return_value=None),
+        mock.patch.object(collect, "overlap_waves", lambda entries: [0] * len(entries)),
+    ):
+        report["chosen"] = {device: backends.for_device(device).name for device in ("npu", "cpu")}
+        report["executed"] = executed(recording)
+        report["mixed"] = mixed()
+        report["clipped"] = clipped_together("npu", "cpu"), clipped_together("cpu", "cpu")
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What the hardware-free tests compile: the nine optimizers over twenty tensors, weights and biases of many sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import compiled_optim as co
+from compiled_optim.backends import Backend, Signature
+from compiled_optim.collect import collect
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": dict(lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adam": dict(weight_decay=0.01, amsgrad=True),
+    "AdamW": {},
+    # a delta at which some tensors are projected and some are not
+    "AdamP": dict(weight_decay=0.01, delta=0.9),
+    "Lamb": dict(weight_decay=0.01),
+    "BertAdam": {},
+    "Adadelta": dict(weight_decay=0.01),
+    "RMSprop": dict(momentum=0.9, centered=True),
+    "RMSpropTF": dict(momentum=0.9, centered=True),
+}
+CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
+
+WEIGHTS = [(64, 32), (128, 64), (33, 17), (256, 128), (512, 64), (7, 5, 3), (65, 65), (96, 4), (32, 3, 3, 3), (200, 50)]
+TWENTY = [*WEIGHTS, *((shape[0],) for shape in WEIGHTS[:-1]), (1,)]
+
+
+def optimizer(name: str, shapes=TWENTY, dtype: torch.dtype = torch.float32, **options: Any) -> co.Optimizer:
+    """An optimizer on the CPU, whose program is the same everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return getattr(co, name)(params, **{**OPTIMIZERS[name], **options}, compile=False)
+
+
+def signatures(optimizer: co.Optimizer, backend: Backend, device: str) -> list[Signature]:
+    """What a step of this optimizer has compiled where its parameters are on another device."""
+    found = []
+    for spec in collect(optimizer, optimizer._params()):
+        kinds = [spec.norm_signature, spec.signature] if optimizer.clips_any() else [spec.signature]
+        for lane, _ in backend.cut(spec.shapes()):
+            found += [elsewhere(kind(lane), device) for kind in kinds]
+    return found
+
+
+def elsewhere(signature: Signature, device: str) -> Signature:
+    """The same signature on another device."""
+    return replace(signature, device=device)

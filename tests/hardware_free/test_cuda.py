@@ -1,0 +1,72 @@
+"""The CUDA backend without a GPU: lowering, ptxas, launches, and the kernels' results in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from tests.hardware_free import steps
+from tests.hardware_free.conftest import require
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def lowered(run_script):
+    require("torch", "triton")
+    return run_script("lower_cuda", TORCHINDUCTOR_COMPILE_THREADS="1")
+
+
+@pytest.fixture(scope="module")
+def interpreted(run_script):
+    require("torch", "triton")
+    return run_script("interpret_cuda", TORCHINDUCTOR_COMPILE_THREADS="1", TRITON_INTERPRET="1")
+
+
+def test_all_nine_are_lowered(lowered):
+    assert set(lowered) == {*steps.OPTIMIZERS, *steps.CLIPPED}
+    assert len(steps.OPTIMIZERS) == 9
+
+
+@pytest.mark.parametrize("case", [*steps.OPTIMIZERS, *steps.CLIPPED])
+def test_ptxas_accepts_every_kernel(lowered, case):
+    assert lowered[case]["machine_code"]
+    assert lowered[case]["target"] == ["sm_80"]
+    assert lowered[case]["arguments"] <= 500, "more than 4 KB of arguments do not fit everywhere"
+
+
+def test_launches_of_a_step_over_twenty_tensors(lowered):
+    launches = {case: found["launches"] for case, found in lowered.items()}
+    assert_expected_inline(
+        "\n".join(f"{case:13} {count:2}" for case, count in launches.items()),
+        """\
+SGD            1
+Adam           2
+AdamW          1
+AdamP          7
+Lamb           7
+BertAdam      12
+Adadelta       1
+RMSprop        1
+RMSpropTF      1
+AdamW clipped 11""",
+    )
+    for case, count in launches.items():
+        assert count <= (3 if case not in ("AdamP", "Lamb", "BertAdam", *steps.CLIPPED) else 12)
+
+
+def test_clipping_does_not_wait_for_the_device(lowered):
+    assert lowered["AdamW clipped"]["syncs"] == []
+    assert lowered["BertAdam"]["syncs"] == []
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "AdamP"])
+def test_interpreted_kernels_agree_with_eager(interpreted, name):
+    assert interpreted[name]["apart"] <= 1e-6
+    assert interpreted[name]["moved"] > 1e-4
+    assert interpreted["launches"] > 0
+
+
+def test_a_mistake_would_show(interpreted):
+    """Negative control: a learning rate that is off by a percent."""
+    assert interpreted["spoiled"]["apart"] > 1e-6
