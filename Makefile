@@ -12,8 +12,9 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 .PHONY: test report lint wheel clean
 
+# in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 report: $(READY)
 	$(BIN)/python -m perf $(PERF_ARGS)

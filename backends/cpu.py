@@ -29,18 +29,15 @@ SERIAL = Lane("serial", 4)
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
 
-COMMON_OPTIONS: dict[str, Any] = {
-    "size_asserts": False,
-    "alignment_asserts": False,
-    # what a later pass needs again is computed again: the same bytes are read as a temporary would take, and nothing is
-    # allocated, which for a large tensor costs a page fault every 4 KB of every step
-    "realize_reads_threshold": 1000,
-    "realize_acc_reads_threshold": 1000,
-    "realize_opcount_threshold": 1000,
-}
+COMMON_OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+# what a later pass needs again is computed again: about as many bytes are read as for a temporary, and nothing is
+# allocated, which for a large tensor costs a page fault every 4 KB of every step
+NO_TEMPORARIES = dict.fromkeys(
+    ("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     # dynamic_threads: follow torch.set_num_threads at run time instead of compiling the number in
-    PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS},
+    PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS, **NO_TEMPORARIES},
     SERIAL.kind: {"cpp.threads": 1, **COMMON_OPTIONS},
 }
 HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}

@@ -177,14 +177,14 @@ class Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, *args: Any, **kwargs: Any) -> float | None:
         """Make one step; with a closure, call it first with gradients enabled and return its loss."""
         make = self._step
         if torch.compiler.is_compiling():
             make = self._step_out_of_graph
         elif self._is_observed():
             make = self._observed_step
-        return make(closure)
+        return make(*args, **kwargs)  # as they came: hooks get to see them
 
     step.hooked = True  # type: ignore[attr-defined] # see _is_observed
 
@@ -415,3 +415,6 @@ class Optimizer(torch.optim.Optimizer):
             params = self._params()
             grads = [param.grad for param in params]
             return Plan(self, collect(self, grads), params, grads)
+
+
+Optimizer.step.__signature__ = inspect.signature(Optimizer._step)  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -71,3 +73,9 @@ def test_schedulers_find_their_step(optimizer):
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_the_signature_of_a_step_is_torchs():
+    assert list(inspect.signature(co.AdamW.step).parameters) == list(
+        inspect.signature(torch.optim.AdamW.step).parameters
+    )
