@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tabulate import tabulate
 
 from perf.report import Report, Row
 
 MATTERS = ("cpu", "threads", "torch", "device", "peers")
 """What must be equal for two reports to be about the same thing."""
+
+ENOUGH = 8
+"""The quartiles of so many rounds are taken for the spread."""
 
 
 def compare(old: Report, new: Report) -> str:
@@ -26,6 +31,9 @@ def compare(old: Report, new: Report) -> str:
         headers = ("workload", "optimizer", "dtype", "contender", "ms then", "ms now", "ratio then", "ratio now", "")
         lines.append(tabulate(changed, headers=headers, disable_numparse=True))
     lines.append(f"  {len(changed)} of {len(measured)} rows measured in both changed beyond the spread.")
+    few = sum(min(was.rounds, now.rounds) < ENOUGH for was, now in measured)
+    lines += [f"  {few} rows have fewer than {ENOUGH} rounds, too few to tell."] if few else []
+    lines += [line for line in [_yardsticks(measured)] if line is not None]
     lines += [
         f"  {' '.join(now.key)}: {was.status} then, {now.status} now" for was, now in both if was.status != now.status
     ]
@@ -38,23 +46,30 @@ def compare(old: Report, new: Report) -> str:
 
 
 def _change(was: Row, now: Row) -> list[str] | None:
-    """A table row if the ratio to the baseline changed, or for the baseline itself its time; None otherwise.
+    """A table row if the ratio to the baseline changed so that the quartiles do not overlap; None otherwise.
 
-    Changed means that the quartiles do not overlap. The ratio is what is compared, because a busy machine slows down
-    everybody.
+    Ratios are what is compared, because a machine that is faster or slower today is so for everybody; and only those of
+    enough rounds, because the quartiles of a handful are no measure of the spread.
     """
     assert was.time is not None
     assert now.time is not None
-    same_baseline = was.baseline == now.baseline and was.ratio is not None and now.ratio is not None
-    if same_baseline and now.contender != now.baseline:
-        assert was.ratio is not None
-        assert now.ratio is not None
-        then, today = was.ratio, now.ratio
-    else:
-        then, today = was.time, now.time
-    if then.low <= today.high and today.low <= then.high:
+    if was.ratio is None or now.ratio is None or was.baseline != now.baseline or min(was.rounds, now.rounds) < ENOUGH:
         return None
-    factor = then.median / today.median
+    if was.ratio.low <= now.ratio.high and now.ratio.low <= was.ratio.high:
+        return None
+    factor = was.ratio.median / now.ratio.median
     verdict = f"{factor:.2f}× faster" if factor > 1 else f"{1 / factor:.2f}× slower"
-    ratios = [ratio.plain() if ratio is not None else "" for ratio in (was.ratio, now.ratio)]
-    return [*now.key, was.time.milliseconds(), now.time.milliseconds(), *ratios, verdict]
+    times = was.time.milliseconds(), now.time.milliseconds()
+    return [*now.key, *times, was.ratio.plain(), now.ratio.plain(), verdict]
+
+
+def _yardsticks(measured: Sequence[tuple[Row, Row]]) -> str | None:
+    """How much the baselines, to which the ratios are, have moved themselves; None if there are none."""
+    moved = [
+        now.time.median / was.time.median
+        for was, now in measured
+        if was.time is not None and now.time is not None and now.contender == now.baseline == was.baseline
+    ]
+    if not moved:
+        return None
+    return f"  The baselines took {min(moved):.2f} to {max(moved):.2f} times as long as then; that is the machine."

@@ -253,8 +253,13 @@ def test_compare_tells_what_changed_beyond_the_spread(saved, tmp_path, capsys):
     new = Report.load(saved)
     new.machine["threads"] = "64"
     for report, ratio in ((old, Spread(1.0, 0.9, 1.1)), (new, Spread(0.5, 0.4, 0.6))):
-        report.rows = [replace(row, ratio=ratio) if row.contender == "ours" else row for row in report.rows]
+        report.rows = [replace(r, ratio=ratio) if r.contender == "ours" else r for r in report.rows]
+    assert "0 of 5 rows" in compare(old, new)
+    assert "5 rows have fewer than 8 rounds, too few to tell" in compare(old, new)
+    for report in (old, new):
+        report.rows = [replace(row, rounds=20) for row in report.rows]
     said = compare(old, new)
+    assert "The baselines took 1.00 to 1.00 times as long as then" in said
     assert "1 of 5 rows measured in both changed" in said
     assert "2.00× faster" in said
     assert f"threads differs: {old.machine['threads']} then, 64 now" in said
