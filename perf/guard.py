@@ -14,7 +14,6 @@ from perf.workloads import WORKLOADS
 
 ROUNDS = {"tiny_mlp": 3000, "thousand_tensors": 150}
 OPTIMIZERS: list[Callable[..., co.Optimizer]] = [co.SGD, co.AdamW]
-GUARD = co.Optimizer._in_place
 
 
 class Model(torch.nn.Module):
@@ -28,32 +27,32 @@ class Model(torch.nn.Module):
             layer.weight.grad = torch.randn(shape)
 
 
-def unguarded(*_: object) -> bool:
-    """Stands in for the guard and looks at nothing."""
-    return True
+def seconds(optimizer: co.Optimizer) -> float:
+    """One step."""
+    start = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - start
 
 
-def seconds(optimizer: co.Optimizer, guard: Callable[..., bool]) -> float:
-    """One step under this guard."""
-    co.Optimizer._in_place = guard  # type: ignore[method-assign]
-    try:
-        start = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - start
-    finally:
-        co.Optimizer._in_place = GUARD  # type: ignore[method-assign]
+def made(workload: str, make: Callable[..., co.Optimizer], watched: bool, guarded: bool) -> co.Optimizer:
+    """An optimizer that has made its first step."""
+    model = Model(workload)
+    optimizer = make(model if watched else model.parameters())
+    optimizer.step()
+    if not guarded:
+        optimizer._in_place = lambda *_: True  # type: ignore[method-assign]
+    return optimizer
 
 
 def measure(workload: str, make: Callable[..., co.Optimizer], watched: bool) -> list[object]:
     """Median microseconds of a step with and without the guard, its share, and the difference for each tensor."""
-    model = Model(workload)
-    optimizer = make(model if watched else model.parameters())
-    optimizer.step()
-    pairs = [(seconds(optimizer, GUARD), seconds(optimizer, unguarded)) for _ in range(ROUNDS[workload])]
-    on, off = (statistics.median(times) * 1e6 for times in zip(*pairs, strict=True))
-    each = (on - off) / len(model.layers)
-    label = "module" if watched else "parameters"
-    return [workload, type(optimizer).__name__, label, f"{on:.0f}", f"{off:.0f}", f"{1 - off / on:.1%}", f"{each:.2f}"]
+    pair = [made(workload, make, watched, guarded) for guarded in (True, False)]
+    times = [[seconds(optimizer) for optimizer in pair] for _ in range(ROUNDS[workload])]
+    on, off = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
+    each = (on - off) / len(WORKLOADS[workload]())
+    given = "module" if watched else "parameters"
+    name = type(pair[0]).__name__
+    return [workload, name, given, f"{on:.0f}", f"{off:.0f}", f"{1 - off / on:.1%}", f"{each:.2f}"]
 
 
 def main() -> None:
