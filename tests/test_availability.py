@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from compiled_optim import backends
 from compiled_optim.backends import cuda, npu
 
+from .hardware_free.conftest import TORCH_NPU, require
 from .helpers import run_python
 
 
@@ -107,14 +106,12 @@ def test_a_device_that_cannot_be_asked_for_is_none(monkeypatch):
 
 def test_the_real_torch_npu_without_cann():
     """The wheel that the Makefile unpacks beside the environment, put on the path after torch was imported."""
-    wheel = Path(sys.prefix) / "torch_npu"
-    if not (wheel / "torch_npu").is_dir():
-        pytest.skip("torch_npu is not unpacked here; `make test` does that")
+    require("torch_npu")
     if importlib.util.find_spec("torch_npu") is not None:
         pytest.skip("torch_npu is installed here")
     code = f"""
 import sys, torch
-sys.path.insert(0, {str(wheel)!r})
+sys.path.insert(0, {str(TORCH_NPU)!r})
 from compiled_optim import backends
 print(backends.get("npu").available().reason)
 """

@@ -241,6 +241,13 @@ CONVERSIONS = {
 }
 
 
+@pytest.fixture
+def overwriting():
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
 @pytest.fixture(params=CONVERSIONS)
 def conversion(request):
     CONVERSIONS[request.param]()
@@ -293,34 +300,26 @@ def test_overwritten_without_a_copy(conversion, compiled):
     assert int(optimizer.state[net[0].weight]["step"]) == 2
 
 
-def test_a_new_parameter_under_overwrite_starts_afresh(compiled):
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        net = model()
-        optimizer = co.AdamW(net, lr=0.1, compile=compiled)
-        train(net, optimizer)
-        net[0].weight = nn.Parameter(torch.ones(4, 3))
-        train(net, optimizer)
-        assert int(optimizer.state[net[0].weight]["step"]) == 1
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+def test_a_new_parameter_under_overwrite_starts_afresh(overwriting, compiled):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.1, compile=compiled)
+    train(net, optimizer)
+    net[0].weight = nn.Parameter(torch.ones(4, 3))
+    train(net, optimizer)
+    assert int(optimizer.state[net[0].weight]["step"]) == 1
 
 
-def test_tied_parameters_that_a_conversion_unties(compiled):
+def test_tied_parameters_that_a_conversion_unties(overwriting, compiled):
     """torch makes two of one; each goes on with the moments, in memory of its own."""
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        net = Tied()
-        optimizer = co.AdamW(net, lr=0.1, compile=compiled)
-        train(net, optimizer)
-        net.double()
-        assert net.embed.weight is not net.head.weight
-        train(net, optimizer)
-        states = [optimizer.state[p] for p in net.parameters()]
-        assert [int(state["step"]) for state in states] == [2, 2]
-        assert states[0]["exp_avg"].data_ptr() != states[1]["exp_avg"].data_ptr()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    net = Tied()
+    optimizer = co.AdamW(net, lr=0.1, compile=compiled)
+    train(net, optimizer)
+    net.double()
+    assert net.embed.weight is not net.head.weight
+    train(net, optimizer)
+    states = [optimizer.state[p] for p in net.parameters()]
+    assert [int(state["step"]) for state in states] == [2, 2]
+    assert states[0]["exp_avg"].data_ptr() != states[1]["exp_avg"].data_ptr()
 
 
 def test_loading_model_and_optimizer_with_assigned_parameters(compiled):
