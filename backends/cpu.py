@@ -12,15 +12,15 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
-from compiled_optim.backends.inductor import COMPILER_REMEDY, Graph, capture
+from compiled_optim.backends.graph import Graph
+from compiled_optim.backends.inductor import COMPILER_REMEDY, capture
 from compiled_optim.program import TensorLists
 
 PARALLEL = Lane("parallel", 2)
@@ -60,45 +60,13 @@ class LaneUnit(Unit):
 
     def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Lay out the graph's arguments once; a call only puts the gradients into their places."""
-        run, inputs = self._graph.run, self._graph.inputs
         width, nothing = self._signature.lane.width, (0,) * self._signature.rank
         lanes = [
             [*tensors, *[torch.empty(nothing, dtype=dtype, device="cpu")] * (width - len(tensors))]
             for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
         ]
         template = self._graph.arguments([*shapes, *[nothing] * (width - len(shapes))], lanes, shared)
-        grads = {place: lane for place, (i, lane) in enumerate(inputs) if i == 0 and lane < len(shapes)}
-        filled = filling(template, grads)
-
-        def call_kernel(grads: Sequence[Tensor]) -> None:
-            run(*filled(grads))
-
-        def call_graph(grads: Sequence[Tensor]) -> Tensor | None:
-            outputs = run(filled(grads))
-            return outputs[0] if outputs else None
-
-        return call_kernel if self._graph.one_kernel else call_graph
-
-
-def filling(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """A function that returns a copy of the template with values in it: at each of the places, the value it names."""
-    strides = {after - before for before, after in pairwise(places)}
-    if places and list(places.values()) == list(range(len(places))) and len(strides) <= 1:
-        evenly = slice(min(places), max(places) + 1, *strides)
-
-        def filled(values: Sequence[Tensor]) -> list[Any]:
-            arguments = template.copy()
-            arguments[evenly] = values
-            return arguments
-    else:
-
-        def filled(values: Sequence[Tensor]) -> list[Any]:
-            arguments = template.copy()
-            for place, i in places.items():
-                arguments[place] = values[i]
-            return arguments
-
-    return filled
+        return self._graph.bind(template, len(shapes))
 
 
 class CpuBackend(Backend):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compiled_optim.backends.base import Availability, Call
 from compiled_optim.backends.inductor import Lowered, lower
-from compiled_optim.backends.whole_lists import ListUnit, WholeListBackend
+from compiled_optim.backends.whole_lists import REMEDY, ListUnit, WholeListBackend
 from compiled_optim.program import TensorLists
 
 OPTIONS: dict[str, Any] = {
@@ -29,7 +29,6 @@ OPTIONS: dict[str, Any] = {
     "combo_kernel_max_num_nodes": 32,
     "size_asserts": False,
 }
-REMEDY = "pass compile=False to run the same step eagerly on this device"
 
 
 class CudaUnit(ListUnit):

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Place = tuple[int, int]
+from compiled_optim.backends.graph import Place
+
 KERNEL_PREFIX = "cpp_fused"
 
 

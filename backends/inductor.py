@@ -17,7 +17,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from subprocess import CalledProcessError
 from types import FunctionType
 from typing import Any
@@ -28,49 +28,13 @@ from torch import Tensor
 from compiled_optim.backends import store
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.direct import only_kernel
+from compiled_optim.backends.graph import SHARED, SIZES, Graph, Place
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Program, TensorLists
-
-SIZES = -1
-"""In :attr:`Graph.inputs`, stands for the list of all lanes' sizes, dimension by dimension."""
-
-SHARED = -2
-"""In :attr:`Graph.inputs`, stands for the list index of the tensors shared by all lanes."""
-
 
 Run = Callable[[list[Any]], Sequence[Tensor]]
 Lowered = tuple[Run, int]
 """A compiled graph's entry and the number of its kernels."""
-
-
-@dataclass
-class Graph:
-    """A compiled graph and where each of its inputs comes from: ``(list, place)``, with SIZES and SHARED as lists.
-
-    ``run`` takes the inputs as a list, which it empties, and returns the outputs. If the graph is ``one_kernel``, it
-    takes them as arguments instead and returns nothing.
-    """
-
-    run: Callable[..., Any]
-    inputs: list[tuple[int, int]]
-    kernels: int = 0
-    seconds: float = 0.0
-    from_disk: bool = False
-    one_kernel: bool = False
-
-    def __call__(self, arguments: list[Any]) -> Sequence[Tensor]:
-        """Run the graph on the inputs it asks for."""
-        if self.one_kernel:
-            self.run(*arguments)
-            return ()
-        outputs: Sequence[Tensor] = self.run(arguments)
-        return outputs
-
-    def arguments(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> list[Any]:
-        """The graph's inputs in its own order."""
-        sizes = [size for shape in shapes for size in shape]
-        sources: dict[int, Sequence[Any]] = {SIZES: sizes, SHARED: shared, **dict(enumerate(lists))}
-        return [sources[i][place] for i, place in self.inputs]
 
 
 def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Graph:
@@ -259,7 +223,7 @@ def _unshared(program: Program) -> Callable[..., Any]:
     return FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
 
 
-def _origins(module: torch.fx.GraphModule, lists: TensorLists, shared: Sequence[Tensor]) -> list[tuple[int, int]]:
+def _origins(module: torch.fx.GraphModule, lists: TensorLists, shared: Sequence[Tensor]) -> list[Place]:
     """For each input of the graph, the list and lane it was traced from."""
     given = {id(tensor): (i, lane) for i, tensors in enumerate(lists) for lane, tensor in enumerate(tensors)}
     given |= {id(tensor): (SHARED, i) for i, tensor in enumerate(shared)}

@@ -18,9 +18,7 @@ import torch
 from compiled_optim.backends.base import Availability
 from compiled_optim.backends.decompositions import foreach_decompositions, whole_view
 from compiled_optim.backends.inductor import Lowered, lower
-from compiled_optim.backends.whole_lists import WholeListBackend
-
-REMEDY = "pass compile=False to run the same step eagerly on this device"
+from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
 
 
 class NpuBackend(WholeListBackend):

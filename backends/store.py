@@ -23,8 +23,7 @@ import torch
 
 import compiled_optim
 from compiled_optim.backends.base import Signature
-
-Place = tuple[int, int]
+from compiled_optim.backends.graph import Place
 
 FOLDER = "compiled_optim"
 

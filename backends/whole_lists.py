@@ -22,8 +22,12 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import Backend, Call, Lane, Signature, Unit
-from compiled_optim.backends.inductor import Graph, Lowered, agrees, disagreement, trace
+from compiled_optim.backends.graph import Graph
+from compiled_optim.backends.inductor import Lowered, agrees, disagreement, trace
 from compiled_optim.program import TensorLists
+
+REMEDY = "pass compile=False to run the same step eagerly on this device"
+"""The way out where an accelerator's compiler is missing."""
 
 VERIFIED = 1 << 22
 """A unit is run against the eager program before use if a call has at most so many elements: not to fill the memory."""
@@ -39,19 +43,8 @@ class ListUnit(Unit):
 
     def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
         """Lay out the graph's arguments once; a call only puts the gradients into their places."""
-        run, inputs = self._graph.run, self._graph.inputs
         nothing: list[Any] = [None] * len(shapes)
-        template = self._graph.arguments((), [nothing, *lists], apart(shared))
-        places = [(place, lane) for place, (i, lane) in enumerate(inputs) if i == 0]
-
-        def call(grads: Sequence[Tensor]) -> Tensor | None:
-            arguments = template.copy()
-            for place, lane in places:
-                arguments[place] = grads[lane]
-            outputs = run(arguments)
-            return outputs[0] if outputs else None
-
-        return call
+        return self._graph.bind(self._graph.arguments((), [nothing, *lists], apart(shared)), len(shapes))
 
 
 class WholeListBackend(Backend):

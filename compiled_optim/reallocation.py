@@ -72,9 +72,8 @@ class Tracker:
         """Take note of parameters the optimizer was given."""
         for watch in self._watches:
             watch.notice_new_places()
-        for param in params:
-            if param not in self._seen and has_memory(param):
-                self._seen[param] = Description.of(param)
+        for param, description in _descriptions(params).items():
+            self._seen.setdefault(param, description)
 
     def undisturbed(self) -> bool:
         """Whether the watched modules hold what they held; the memory of parameters is the guard's to check."""
@@ -130,8 +129,7 @@ class Tracker:
         for watch in self._watches:
             watch.refresh()
         self._vacant = {place: group for place, group in self._vacant.items() if place[1] not in place[0].places}
-        self._seen = {}
-        self.see([param for group in groups for param in group["params"]])
+        self._seen = _descriptions([param for group in groups for param in group["params"]])
 
     def _look_into_modules(self, names: Mapping[Tensor, str], numbers: Mapping[Tensor, int]) -> list[Move]:
         """Which parameters their modules no longer hold, or hold in fewer places, and what is there instead."""
@@ -193,6 +191,10 @@ class Tracker:
     def _name(self, place: Place) -> str:
         watch, name = place
         return name if len(self._watches) == 1 else f"{type(watch.module).__name__}.{name}"
+
+
+def _descriptions(params: Sequence[Tensor]) -> dict[Tensor, Description]:
+    return {param: Description.of(param) for param in params if has_memory(param)}
 
 
 def has_memory(param: Tensor) -> bool:
