@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.checks import check_adam, check_not_negative
 from compiled_optim.lists import (
     TensorList,
+    Total,
     minus_scaled_,
     moment_scalars,
     moments_,
@@ -109,6 +110,7 @@ class AdamP(Optimizer):
         eps: Tensor,
         step_size: Tensor,
         nesterov: bool,
+        total: Total,
     ) -> None:
         moments_(exp_avg, exp_avg_sq, grads, beta1, gain1, beta2, gain2)
         root = torch._foreach_mul(torch._foreach_sqrt(exp_avg_sq), correction)
@@ -118,32 +120,52 @@ class AdamP(Optimizer):
             torch._foreach_mul_(params, 1 - decay)  # p *= 1 - lr wd
             minus_scaled_(params, steps, step_size)  # p -= lr / (1 - b1^t) step
             return
-        for param, grad, step in zip(params, grads, steps, strict=True):
-            along, fires = projection(param, grad, step, delta, eps)
+        channels = [View.of(*tensors) for tensors in zip(params, grads, steps, strict=True)]
+        misfits = [(~view.orthogonal(delta, eps)).sum(dtype=view.inner.dtype) for view in channels]
+        layers = total(*map(list, zip(*(view.as_one_row() for view in channels), strict=True)), misfits)
+        for param, step, channel, *layer, misfit in zip(params, steps, channels, *layers, strict=True):
+            along, fires = projection(channel, misfit == 0, View(*layer), delta, eps)
             shrink = 1 - decay * torch.where(fires, wd_ratio, 1.0)  # p *= 1 - lr wd ratio
             param.copy_(param * shrink - step_size * (step - param * along))
 
 
-def projection(param: Tensor, grad: Tensor, step: Tensor, delta: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+class View(NamedTuple):
+    """A tensor seen by rows: what is summed over each row, and how many elements a row has."""
+
+    inner: Tensor
+    square: Tensor
+    grad_square: Tensor
+    overlap: Tensor
+    width: int | Tensor
+
+    @classmethod
+    def of(cls, param: Tensor, grad: Tensor, step: Tensor) -> View:
+        """The channel view: as many rows as the tensor has."""
+        products = ((grad, param), (param, param), (grad, grad), (step, param))
+        return cls(*((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products), width=param.shape[1])
+
+    def as_one_row(self) -> View:
+        """The layer view: all rows in one."""
+        size = torch.full((), self.inner.shape[0] * self.width, dtype=self.inner.dtype, device=self.inner.device)
+        return View(self.inner.sum(), self.square.sum(), self.grad_square.sum(), self.overlap.sum(), size)
+
+    def orthogonal(self, delta: Tensor, eps: Tensor) -> Tensor:
+        """Whether the gradient of each row is nearly orthogonal to its weights."""
+        cosine = self.inner.abs() / (self.grad_square.sqrt() + eps) / (self.square.sqrt() + eps)
+        return cosine * self.width**0.5 < delta  # cos < delta / sqrt(columns)
+
+    def along(self, eps: Tensor) -> Tensor:
+        """How often each row's weights are in its step: ``pn Σ(pn step) = p along``."""
+        norm = self.square.sqrt() + eps
+        return self.overlap / norm / norm
+
+
+def projection(channel: View, fires: Tensor, layer: View, delta: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     """By how much of each row of the parameter its step is to be reduced, and whether it is at all.
 
-    The channel view is tried first, then the layer view; sums over the layer are sums of those over its rows.
+    The channel view is tried first, and fires if all its rows do; then the layer view.
     """
-    rows, columns = param.shape
-    inner, square, grad_square, overlap = (
-        (a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in ((grad, param), (param, param), (grad, grad), (step, param))
-    )
-    views = [
-        (inner, square, grad_square, overlap, columns),
-        (inner.sum(), square.sum(), grad_square.sum(), overlap.sum(), rows * columns),
-    ]
-    fired, alongs = [], []
-    for view_inner, view_square, view_grad_square, view_overlap, width in views:
-        norm = view_square.sqrt() + eps
-        cosine = view_inner.abs() / (view_grad_square.sqrt() + eps) / norm
-        fired.append(cosine.max() * width**0.5 < delta)  # cos < delta / sqrt(columns)
-        alongs.append((view_overlap / norm / norm).to(param.dtype))  # pn Σ(pn step) = p along
-    channel, layer = fired
-    zero = torch.zeros_like(alongs[0])
-    along = torch.where(channel, alongs[0], torch.where(layer, alongs[1], zero))
-    return settled(along).unsqueeze(1), settled(channel | layer)
+    layer_fires = layer.orthogonal(delta, eps)
+    along = channel.along(eps)
+    along = torch.where(fires, along, torch.where(layer_fires, layer.along(eps), torch.zeros_like(along)))
+    return settled(along.to(eps.dtype)).unsqueeze(1), settled(fires | layer_fires)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_adam
 from compiled_optim.clip import Clip
-from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, norms, settled
+from compiled_optim.lists import TensorList, Total, minus_scaled_, moment_scalars, moments_, settled, squares
 from compiled_optim.optimizer import EngineOptions, Optimizer
 
 MAX_WEIGHT_NORM = 10.0
@@ -93,6 +93,7 @@ class Lamb(Optimizer):
         weight_decay: Tensor,
         decays: bool,
         trusts: bool,
+        total: Total,
     ) -> None:
         moments_(exp_avg, exp_avg_sq, grads, beta1, gain1, beta2, gain2)
         # tensor by tensor: only so does Inductor take both norms in the pass that computes the step
@@ -100,10 +101,16 @@ class Lamb(Optimizer):
         if decays:
             steps = [step + weight_decay * p for step, p in zip(steps, params, strict=True)]  # u += wd p
         if trusts:
+            weights, lengths = total(squares(params), squares(steps))  # ‖p‖², ‖u‖²
             trust = [
-                settled(torch.where((weight > 0) & (length > 0), weight.clamp(max=MAX_WEIGHT_NORM) / length, 1.0))
-                for weight, length in zip(norms(params), norms(steps), strict=True)
+                settled(trust_ratio(weight.sqrt(), length.sqrt()).to(step.dtype))
+                for weight, length, step in zip(weights, lengths, steps, strict=True)
             ]
             minus_scaled_(params, torch._foreach_mul(steps, trust), lr)  # p -= lr trust u
         else:
             minus_scaled_(params, steps, lr)
+
+
+def trust_ratio(weight: Tensor, length: Tensor) -> Tensor:
+    """By how much a step of this length is scaled for weights of this norm."""
+    return torch.where((weight > 0) & (length > 0), weight.clamp(max=MAX_WEIGHT_NORM) / length, 1.0)

@@ -6,10 +6,18 @@ Scalars arrive as 0-dim tensors. They are spelled so that they stay tensors: ``_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
+
+Sums = list[Tensor]
+"""A sum over each of several tensors, as 0-dim tensors."""
+
+Total = Callable[..., tuple[Sums, ...]]
+"""Takes several :data:`Sums` over the shards that are here and returns the sums over all shards, wherever they are."""
 
 
 def blend_(averages: TensorList, decay: Tensor, values: TensorList, gain: Tensor) -> None:
@@ -57,9 +65,9 @@ def moments_(
     blend_(exp_avg_sq, beta2, torch._foreach_mul(grads, grads), gain2)  # v = b2 v + (1 - b2) g²
 
 
-def norms(tensors: TensorList) -> list[Tensor]:
-    """The 2-norm of each tensor as a 0-dim tensor."""
-    return [(tensor * tensor).sum(dtype=sum_dtype(tensor)).sqrt().to(tensor.dtype) for tensor in tensors]
+def squares(tensors: TensorList) -> Sums:
+    """The sum of the squares of each tensor as a 0-dim tensor."""
+    return [(tensor * tensor).sum(dtype=sum_dtype(tensor)) for tensor in tensors]
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -7,14 +7,16 @@ tensors every step, while everything else is bound once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lists import TensorList, sum_dtype
+from compiled_optim.lists import Sums, TensorList, Total, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
@@ -32,13 +34,26 @@ class Program(Protocol):
     def __hash__(self) -> int: ...
 
 
+class Phase(Enum):
+    """Which part of a rule a program is; see :class:`UpdateProgram`."""
+
+    WHOLE = "whole"
+    MEASURE = "measure"
+    FINISH = "finish"
+
+
 @dataclass(frozen=True)
 class UpdateProgram:
-    """An optimizer's update rule over ``[grads, params, *states]`` with ``[scalars]`` or ``[scalars, grad_scale]``.
+    """An optimizer's update rule over ``[grads, params, *states]`` with ``[scalars, grad_scale, totals]``.
 
-    The scalars are one 1-D tensor, or a 0-dim tensor each in its place.
-    The rule sees its tensors in the dtype of the scalars, which is float32 or better: low-precision parameters and
-    states are widened on the way in and rounded once on the way out.
+    The scalars are one 1-D tensor, or a 0-dim tensor each in its place; the others are there if the program is
+    ``scaled`` and in its last phase. The rule sees its tensors in the dtype of the scalars, which is float32 or better:
+    low-precision parameters and states are widened on the way in and rounded once on the way out.
+
+    Where tensors are split over processes, a rule that takes sums over a whole tensor is run twice. It says so by an
+    argument ``total``, through which it passes its sums. In the first phase it only gets that far, and the program
+    returns the sums over this process's shards; in the second it gets those over all shards, from ``totals``. What a
+    phase does not need, a compiler leaves out.
     """
 
     name: str = field(compare=False)
@@ -47,15 +62,46 @@ class UpdateProgram:
     scalars: tuple[str, ...]
     options: tuple[tuple[str, bool], ...]
     scaled: bool
+    phase: Phase = Phase.WHOLE
+    takes_total: bool = field(init=False, compare=False)
 
-    def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> None:
-        """Apply the rule once, in place."""
+    def __post_init__(self) -> None:
+        # not while it is traced
+        object.__setattr__(self, "takes_total", "total" in inspect.signature(self.update).parameters)
+
+    def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor | None:
+        """Apply the rule once, in place; or only measure, and change nothing."""
+        if self.phase is Phase.MEASURE:
+            return torch.stack(self._take(lists, shared))
+        total: Total = _Known(shared[-1], len(lists[0])) if self.phase is Phase.FINISH else _own
+        homes = lists[1:]
+        work = self._run(lists, homes, shared, total)
+        for home, result in zip(homes, work, strict=True):
+            if home[0].dtype != result[0].dtype:
+                torch._foreach_copy_(home, result)
+        return None
+
+    def count_sums(self, rank: int) -> int:
+        """How many sums the rule takes over each tensor of so many dimensions: found out by letting it take them."""
+        scalar = torch.ones((), device="cpu")
+        lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(self.states))]
+        return len(self._take(lists, [scalar] * (len(self.scalars) + 1)))
+
+    def _take(self, lists: TensorLists, shared: Sequence[Tensor]) -> list[Tensor]:
+        """The sums the rule takes, tensor by tensor for each; nothing is changed."""
+        taken = _Taken()
+        self._run(lists, [[tensor.clone() for tensor in tensors] for tensors in lists[1:]], shared, taken)
+        return taken.sums
+
+    def _run(
+        self, lists: TensorLists, homes: TensorLists, shared: Sequence[Tensor], total: Total
+    ) -> list[list[Tensor]]:
+        """Run the rule on these homes; returns what it worked on, which is the homes unless they were widened."""
         dtype = shared[0].dtype
         scalars = shared[0].unbind() if shared[0].ndim else shared[: len(self.scalars)]
-        homes = lists[1:]
         grads: TensorList = _widen(lists[0], dtype)
         if self.scaled:
-            grads = torch._foreach_mul(grads, shared[-1])
+            grads = torch._foreach_mul(grads, shared[-2 if self.phase is Phase.FINISH else -1])
         work = [_widen(home, dtype) for home in homes]
         self.update(
             work[0],
@@ -63,10 +109,38 @@ class UpdateProgram:
             **dict(zip(self.states, work[1:], strict=True)),
             **dict(zip(self.scalars, scalars, strict=True)),
             **dict(self.options),
+            **({"total": total} if self.takes_total else {}),
         )
-        for home, result in zip(homes, work, strict=True):
-            if home[0].dtype != dtype:
-                torch._foreach_copy_(home, result)
+        return work
+
+
+def _own(*sums: Sums) -> tuple[Sums, ...]:
+    """The totals where no tensor is split."""
+    return sums
+
+
+class _Taken:
+    """Takes note of the sums, tensor by tensor for each, and hands them back."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def __call__(self, *sums: Sums) -> tuple[Sums, ...]:
+        if self.sums:
+            raise TypeError("a rule calls total() once, with all its sums")
+        self.sums = [each for one in sums for each in one]
+        return sums
+
+
+class _Known:
+    """Answers with the totals of so many tensors, laid out as :class:`_Taken` took their parts."""
+
+    def __init__(self, totals: Tensor, tensors: int) -> None:
+        self._totals, self._tensors = totals.unbind(), tensors
+
+    def __call__(self, *sums: Sums) -> tuple[Sums, ...]:
+        n = self._tensors
+        return tuple([*self._totals[i * n : (i + 1) * n]] for i in range(len(sums)))
 
 
 @dataclass(frozen=True)
