@@ -91,9 +91,9 @@ class WholeListBackend(Backend):
                 [torch.empty(shape, dtype=dtype, device=signature.device) for shape in signature.lane.shapes]
                 for dtype in signature.dtypes
             ]
-            scalars, *scales = signature.shared or [(torch.float32, (0,))]
+            scalars, *others = signature.shared or [(torch.float32, (0,))]
             shared = [torch.empty((), dtype=scalars[0], device="cpu") for _ in range(scalars[1][0])]
-            shared += [torch.empty((), dtype=dtype, device=signature.device) for dtype, _ in scales]
+            shared += [torch.empty(shape, dtype=dtype, device=signature.device) for dtype, shape in others]
             return trace(signature, lists, shared, lower)
 
 

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_optim import shards
+
 
 class Description(NamedTuple):
-    """What can be told apart about a strided tensor without looking at its values."""
+    """What can be told apart about a strided tensor without looking at its values; the address is of what is here."""
 
     address: int
     shape: tuple[int, ...]
@@ -21,7 +23,7 @@ class Description(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Description:
         """Describe a tensor."""
-        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return cls(shards.local(tensor).data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape} on {self.device}"

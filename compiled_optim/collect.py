@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_optim import layout, states
+from compiled_optim import layout, shards, states
 from compiled_optim.backends import Backend, Call, Lane, Signature, Unit
-from compiled_optim.program import SquaredNormProgram, TensorLists, UpdateProgram, compute_dtype
+from compiled_optim.lists import sum_dtype
+from compiled_optim.program import Phase, SquaredNormProgram, TensorLists, UpdateProgram, compute_dtype
+from compiled_optim.shards import Split
 
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter to be stepped, its place in the flat list of all parameters, and whether it is seen by rows."""
+    """A parameter to be stepped, its place in the flat list of all parameters, and whether it is seen by rows.
+
+    ``local`` is what this process holds of it: all of it, unless it is split.
+    """
 
     index: int
     name: str
     param: Tensor
+    local: Tensor
     rows: bool
 
 
@@ -52,7 +58,10 @@ class BoundCall(NamedTuple):
 
 @dataclass
 class BatchSpec:
-    """What a batch will be: entries of one group that share backend, device, dtypes, options and step count."""
+    """What a batch will be: entries of one group that share backend, device, dtypes, options and step count.
+
+    If they are split over processes and the rule takes sums over each, it is run in two phases.
+    """
 
     group: dict[str, Any]
     backend: Backend
@@ -60,7 +69,18 @@ class BatchSpec:
     dtypes: tuple[torch.dtype, ...]
     steps: int
     rows: bool
+    split: Split | None = None
     entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def sums(self) -> int:
+        """How many sums over each tensor have to be added up over processes."""
+        return self.program.count_sums(self.rank) if self.split is not None and self.program.takes_total else 0
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions parameters are viewed in."""
+        return 1 + self.rows
 
     def cut(self) -> list[tuple[Lane, list[int]]]:
         """How the backend cuts this batch into calls."""
@@ -68,20 +88,26 @@ class BatchSpec:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape each parameter is viewed in."""
-        return [layout.view_shape(entry.param, self.rows) for entry in self.entries]
+        return [layout.view_shape(entry.local, self.rows) for entry in self.entries]
 
     def signature(self, lane: Lane) -> Signature:
-        """The signature of the update on one lane."""
-        dtype = compute_dtype(self.dtypes[1])
-        shared: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, (len(self.program.scalars),))]
-        if self.program.scaled:
-            shared.append((dtype, ()))
-        return Signature(self.program, self._device(), 1 + self.rows, self.dtypes, tuple(shared), lane)
+        """The signature of the update on one lane; of its second phase if it has two."""
+        if not self.sums:
+            return self._update_signature(Phase.WHOLE, lane)
+        return self._update_signature(Phase.FINISH, lane, (self.sum_dtype(), (self.sums * lane.width,)))
+
+    def measure_signature(self, lane: Lane) -> Signature:
+        """The signature of the first of two phases on one lane."""
+        return self._update_signature(Phase.MEASURE, lane)
+
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of a rule's sums."""
+        return sum_dtype(torch.empty(0, dtype=compute_dtype(self.dtypes[1]), device=self._device()))
 
     def norm_signature(self, lane: Lane) -> Signature:
         """The signature of the norm of this batch's gradients on one lane."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
-        return Signature(program, self._device(), 1 + self.rows, self.dtypes[:1], (), lane)
+        return Signature(program, self._device(), self.rank, self.dtypes[:1], (), lane)
 
     def bind(
         self,
@@ -89,23 +115,36 @@ class BatchSpec:
         signature: Callable[[Lane], Signature],
         lists: TensorLists = (),
         shared: Sequence[Tensor] = (),
+        own: Sequence[Tensor] = (),
     ) -> list[BoundCall]:
-        """Cut the batch into calls of the signature's unit, everything but the gradients fixed."""
+        """Cut the batch into calls of the signature's unit, everything but the gradients fixed.
+
+        ``shared`` are tensors that all calls take, ``own`` one for each call.
+        """
         shapes = self.shapes()
         calls = []
-        for lane, places in self.cut():
+        for number, (lane, places) in enumerate(self.cut()):
             unit = optimizer.obtain(self.backend, signature(lane))
             part = [[tensors[i] for i in places] for tensors in lists]
-            call = unit.bind([shapes[i] for i in places], part, shared)
+            call = unit.bind([shapes[i] for i in places], part, [*shared, *own[number : number + 1]])
             calls.append(BoundCall(unit, signature(lane), picker(places), call))
         return calls
 
+    def _update_signature(self, phase: Phase, lane: Lane, *totals: tuple[torch.dtype, tuple[int, ...]]) -> Signature:
+        program, dtype = replace(self.program, phase=phase), compute_dtype(self.dtypes[1])
+        scales = [(dtype, ())] if program.scaled else []
+        shared = ((dtype, (len(program.scalars),)), *scales, *totals)
+        return Signature(program, self._device(), self.rank, self.dtypes, shared, lane)
+
     def _device(self) -> str:
-        return str(self.entries[0].param.device)
+        return str(self.entries[0].local.device)
 
 
 def collect(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[BatchSpec]:
-    """Sort the parameters that have a gradient into batches, or raise; nothing is changed either way."""
+    """Sort the parameters that have a gradient into batches, or raise; nothing is changed either way.
+
+    The gradients are what this process holds of them.
+    """
     entries, groups, seen = [], [], set()
     names = optimizer.parameter_names()
     numbered = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
@@ -114,7 +153,7 @@ def collect(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[BatchS
         if grads[index] is not None and id(param) not in seen:
             seen.add(id(param))
             rows = optimizer.rowwise and param.ndim > 1
-            entries.append(Entry(index, names[index], param, rows))
+            entries.append(Entry(index, names[index], param, shards.local(param), rows))
             groups.append(number)
     for entry in entries:
         grad = grads[entry.index]
@@ -128,21 +167,22 @@ def collect(optimizer: Optimizer, grads: Sequence[Tensor | None]) -> list[BatchS
         known = states.known(optimizer, entry, program.states)
         grad = grads[entry.index]
         assert grad is not None
-        used = [layout.paired_dtype(entry.param, grad), entry.param.dtype]
+        used = [layout.paired_dtype(entry.local, grad), entry.param.dtype]
         used += [known.get(name, entry.param).dtype for name in program.states]
         dtypes = tuple(map(layout.real_dtype, used))
         steps = states.steps_taken(optimizer, entry, program.states)
-        key = (number, entry.param.device, dtypes, steps, wave, entry.rows)
+        split = Split.of(entry.param)
+        key = (number, entry.local.device, dtypes, steps, wave, entry.rows, split)
         if key not in specs:
-            backend = optimizer.backend_for(entry.param.device)
-            specs[key] = BatchSpec(group, backend, program, dtypes, steps, entry.rows)
+            backend = optimizer.backend_for(entry.local.device)
+            specs[key] = BatchSpec(group, backend, program, dtypes, steps, entry.rows, split)
         specs[key].entries.append(entry)
     return list(specs.values())
 
 
 def refuse(optimizer: str, entry: Entry, grad: Tensor) -> None:
     """Raise if this parameter cannot be stepped with this gradient."""
-    param, name = entry.param, entry.name
+    param, name = entry.local, entry.name
     if grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse gradients, please consider SparseAdam instead")
     if param.layout != torch.strided:
@@ -179,7 +219,7 @@ def overlap_waves(entries: Sequence[Entry]) -> list[int]:
     """
     ranges = []
     for i, entry in enumerate(entries):
-        param = entry.param
+        param = entry.local
         if param.numel():
             start = param.data_ptr()
             ranges.append((start, start + layout.span(param) * param.element_size(), param.device, i))

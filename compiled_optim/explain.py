@@ -73,8 +73,8 @@ class Explanation:
     ) -> Explanation:
         """Explain a plan, or that there is none yet."""
         batches = plan.batches if plan is not None else []
-        measuring = plan.clipping.calls if plan is not None and plan.clipping is not None else [[] for _ in batches]
-        calls = [[*batch.calls, *norms] for batch, norms in zip(batches, measuring, strict=True)]
+        measuring = plan.scaling.calls if plan is not None else []
+        calls = [[*batch.every_call(), *norms] for batch, norms in zip(batches, measuring, strict=True)]
         units = {id(call.unit): call.unit for batch_calls in calls for call in batch_calls}
         return cls(
             optimizer=optimizer,

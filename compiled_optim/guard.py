@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim import shards
+
 
 class Guard:
     """What one plan assumes about tensors that others can change."""
@@ -33,8 +35,9 @@ class Guard:
         """Remember parameters and states by identity, and what is bound of them by memory too."""
         self._params = list(params)
         self._bound_params = tuple(bound_params)
-        self._addresses = list(map(Tensor.data_ptr, bound_params))
-        self._same_params = metadata_check(bound_params)
+        self._is_split = shards.any_dtensor(bound_params)
+        self._addresses = list(map(Tensor.data_ptr, self._bound_here()))
+        self._same_params = metadata_check(self._bound_here())
         self._same_grads = metadata_check(grads)
         self._state = _state_values(state)
         self._bound_states = list(bound_states)
@@ -42,12 +45,17 @@ class Guard:
 
     def holds(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether parameters and gradients are what the plan was built on, in the same memory."""
+        bound = self._bound_here()
         return (
             same_objects(params, self._params)
-            and list(map(Tensor.data_ptr, self._bound_params)) == self._addresses
-            and self._same_params(self._bound_params)
+            and list(map(Tensor.data_ptr, bound)) == self._addresses
+            and self._same_params(bound)
             and self._same_grads(grads)
         )
+
+    def _bound_here(self) -> Sequence[Tensor]:
+        """What this process holds of the bound parameters."""
+        return list(map(shards.local, self._bound_params)) if self._is_split else self._bound_params
 
     def state_holds(self, state: Mapping[Any, Any]) -> bool:
         """The same of the states."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from compiled_optim import backends, states
+from compiled_optim import amp, backends, shards, states
 from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
@@ -83,6 +83,14 @@ class Optimizer(torch.optim.Optimizer):
 
     has_torch_switches = False
     """Whether torch.optim has an optimizer of this name, whose ``foreach``, ``fused`` ... are accepted and ignored."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    """Set by torch.amp.GradScaler for the length of a step, and not there else: see ``amp``."""
+
+    unscales = False
+    """Whether a GradScaler has ever made a step, so that the programs multiply gradients by its scale's inverse."""
 
     rowwise = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
@@ -179,6 +187,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> float | None:
         """Make one step; with a closure, call it first with gradients enabled and return its loss."""
+        if "grad_scaler" in kwargs:
+            return amp.step_unscaled(kwargs["grad_scaler"], self)
         make = self._step
         if torch.compiler.is_compiling():
             make = self._step_out_of_graph
@@ -200,13 +210,18 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            for device in dict.fromkeys(param.device for param in self.param_groups[-1]["params"]):
+            for device in dict.fromkeys(param.device for param in group["params"]):
                 self.backend_for(device)
-        except BackendUnavailableError:
+            if any(type(param) not in shards.PLAIN for param in group["params"]):
+                names, program = self.parameter_names()[-len(group["params"]) :], self.program(group)
+                for name, param in zip(names, group["params"], strict=True):
+                    shards.refuse(type(self).__name__, name, param, program, self.rowwise)
+        except Exception:
             self.param_groups.pop()
             raise
-        self._tracker.see(self.param_groups[-1]["params"])
+        self._tracker.see(group["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's, ``step`` tensors no longer shared: torch would count a shared one many times."""
@@ -264,8 +279,8 @@ class Optimizer(torch.optim.Optimizer):
         Assumes that every parameter gets a gradient; those that have no memory yet are left out.
         """
         with torch.no_grad():
-            params = [param.detach() if has_memory(param) else None for param in self._params()]
-            compile_units(self, collect(self, params))
+            grads = [shards.local(param).detach() if has_memory(param) else None for param in self._params()]
+            compile_units(self, collect(self, grads))
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
@@ -294,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
             states=tuple(self.initial_state(group)),
             scalars=tuple(self.scalars(group, 1)),
             options=tuple(self.options(group).items()),
-            scaled=bool(group["maximize"]) or bool(self.clips(group, torch.float32)),
+            scaled=bool(group["maximize"]) or self.unscales or bool(self.clips(group, torch.float32)),
         )
 
     def clips_any(self) -> bool:
@@ -306,7 +321,7 @@ class Optimizer(torch.optim.Optimizer):
         return [
             (self.options(group), self.initial_state(group), group["maximize"], len(self.clips(group, torch.float32)))
             for group in self.param_groups
-        ]
+        ] + [self.unscales]
 
     def backend_for(self, device: torch.device) -> Backend:
         """The backend that steps parameters on this device; raises if it cannot work here."""
@@ -352,14 +367,16 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
+        if amp.is_overflow(self):
+            return
+        self.unscales = self.unscales or amp.has_scaler(self)
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # all that torch.no_grad() does, without its 3 µs
         try:
             params = self._params()
-            grads = [param.grad for param in params]
+            grads = self._grads(params)
             if not self._in_place(params, grads):
-                self._plan = self._new_plan()
-                grads = [param.grad for param in self._params()]
+                self._plan, grads = self._new_plan()
             assert self._plan is not None
             self._plan.run(self, grads)
         finally:
@@ -410,11 +427,18 @@ class Optimizer(torch.optim.Optimizer):
         for change in changes:
             self._events.tell(change)
 
-    def _new_plan(self) -> Plan:
+    def _new_plan(self) -> tuple[Plan, list[Tensor | None]]:
         with self._following():
             params = self._params()
-            grads = [param.grad for param in params]
-            return Plan(self, collect(self, grads), params, grads)
+            grads = self._grads(params)
+            return Plan(self, collect(self, grads), params, grads), grads
+
+    def _grads(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients; of split ones what this process holds of them."""
+        grads = [param.grad for param in params]
+        if shards.any_dtensor(grads):
+            return shards.local_grads(params, grads, self.parameter_names)
+        return grads
 
 
 Optimizer.step.__signature__ = inspect.signature(Optimizer._step)  # type: ignore[attr-defined]

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compiled_optim import layout, states
-from compiled_optim.clip import Clipping
-from compiled_optim.collect import BatchSpec, Tensors, picker
+from compiled_optim import layout, shards, states
+from compiled_optim.clip import Scaling
+from compiled_optim.collect import BatchSpec, BoundCall, Tensors, picker
 from compiled_optim.guard import Guard
 from compiled_optim.program import compute_dtype
 from compiled_optim.reallocation import has_memory
 from compiled_optim.scalars import Scalars
+from compiled_optim.totals import Totals
 
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
@@ -29,7 +30,7 @@ class Batch:
 
     def __init__(self, optimizer: Optimizer, spec: BatchSpec, grads: Sequence[Tensor | None]) -> None:
         self.spec = spec
-        self.params = [entry.param for entry in spec.entries]
+        self.params = [entry.local for entry in spec.entries]
         self.steps = spec.steps
         self.counter = states.bind(optimizer, spec.entries, spec.program.states, optimizer.initial_state(spec.group))
         self._counter_version = self.counter._version
@@ -44,11 +45,18 @@ class Batch:
             (), -1.0 if spec.group["maximize"] else 1.0, dtype=dtype, device=self.params[0].device
         )
         shared = [self.scalars.tensor, self.grad_scale] if spec.program.scaled else [self.scalars.tensor]
-        lists = [[optimizer.own_state[param][name] for param in self.params] for name in spec.program.states]
+        owners = [optimizer.own_state.get(entry.param, {}) for entry in spec.entries]
+        lists = [[shards.local(state[name]) for state in owners] for name in spec.program.states]
         self.states = [state for tensors in lists for state in tensors]
         homes = [[self._home(param) for param in self.params]]
         homes += [[layout.view(state, spec.rows) for state in tensors] for tensors in lists]
-        self.calls = spec.bind(optimizer, spec.signature, homes, shared)
+        self.totals = Totals(optimizer, spec, homes, shared) if spec.sums else None
+        own = self.totals.of_calls if self.totals is not None else ()
+        self.calls = spec.bind(optimizer, spec.signature, homes, shared, own)
+
+    def every_call(self) -> list[BoundCall]:
+        """The calls of all phases of the update."""
+        return [*(self.totals.calls if self.totals is not None else ()), *self.calls]
 
     def in_step(self) -> bool:
         """Whether the step counter still holds what this batch last wrote there."""
@@ -72,6 +80,8 @@ class Batch:
         """Update the parameters and states in place."""
         for scratch, param in zip(self._scratch, self._scattered, strict=True):
             scratch.copy_(param)
+        if self.totals is not None:
+            self.totals.run(grads)
         for _, _, pick, call in self.calls:  # what BoundCall does, without a frame for each
             call(pick(grads))
         for scratch, param in zip(self._scratch, self._scattered, strict=True):
@@ -113,6 +123,8 @@ def compile_units(optimizer: Optimizer, specs: Sequence[BatchSpec]) -> None:
     for spec in specs:
         for lane in dict.fromkeys(lane for lane, _ in spec.cut()):
             optimizer.obtain(spec.backend, spec.signature(lane))
+            if spec.sums:
+                optimizer.obtain(spec.backend, spec.measure_signature(lane))
             if optimizer.clips_any():
                 optimizer.obtain(spec.backend, spec.norm_signature(lane))
 
@@ -129,9 +141,11 @@ class Plan:
     ) -> None:
         # a compiler that fails must leave no trace in the optimizer's state, so it comes first
         compile_units(optimizer, specs)
-        self.clipping = Clipping(optimizer, specs) if optimizer.clips_any() else None
+        self.scaling = Scaling(optimizer, specs)
         self.batches = [Batch(optimizer, spec, grads) for spec in specs]
-        self._written = [param for batch in self.batches for param in batch.params]
+        # of a split parameter, the shard and what it is a shard of
+        written = [tensor for spec in specs for entry in spec.entries for tensor in (entry.local, entry.param)]
+        self._written = list({id(tensor): tensor for tensor in written}.values())
         self._groups = [(group, len(group["params"])) for group in optimizer.param_groups]
         self._variants = optimizer.variants()
         # also parameters without a gradient: wherever one moves, its state has to follow
@@ -158,8 +172,7 @@ class Plan:
         gathered = [batch.gather(grads) for batch in self.batches]
         for batch in self.batches:
             batch.prepare(optimizer)
-        clipping = self.clipping
-        optimizer.last_grad_norm = clipping.run(optimizer, self.batches, gathered) if clipping is not None else None
+        optimizer.last_grad_norm = self.scaling.run(optimizer, self.batches, gathered)
         for batch, batch_grads in zip(self.batches, gathered, strict=True):
             batch.run(batch_grads)
         # compiled code writes through pointers: tell autograd, which tracks in-place changes by version

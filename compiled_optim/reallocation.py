@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from compiled_optim import states
+from compiled_optim import shards, states
 from compiled_optim.change import Change, Description, compare, removal, replacement
 from compiled_optim.watch import Watch
 
@@ -66,7 +66,7 @@ class Tracker:
         for param, description in original._seen.items():
             if id(param) in memo:
                 twin = memo[id(param)]
-                self._seen[twin] = description._replace(address=twin.data_ptr())
+                self._seen[twin] = description._replace(address=shards.local(twin).data_ptr())
 
     def see(self, params: Sequence[Tensor]) -> None:
         """Take note of parameters the optimizer was given."""
@@ -229,6 +229,7 @@ def _converted(old: Tensor, new: Tensor) -> bool:
     in_place = all(torch._has_compatible_shallow_copy_type(old, kind) for kind in kinds)
     if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
         return False
+    old, new = shards.local(old), shards.local(new)
     moved = old.to(new.device)
     ways = (new.dtype, torch.float16, torch.bfloat16, torch.float32)
     return any(torch.equal(moved.to(way).to(new.dtype), new) for way in ways)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compiled_optim import layout
+from compiled_optim import layout, shards
 
 if TYPE_CHECKING:
     from compiled_optim.collect import Entry
@@ -23,6 +23,12 @@ def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str,
     state = optimizer.own_state.get(entry.param, {})
     found = {name: state[name] for name in names if state.get(name) is not None}
     for name, tensor in found.items():
+        if shards.is_dtensor(tensor) != shards.is_dtensor(entry.param):
+            raise ValueError(
+                f"state {name!r} of {entry.name} is {'not ' if shards.is_dtensor(entry.param) else ''}split over "
+                "processes, unlike the parameter; load the checkpoint by "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
         if tensor.shape != entry.param.shape or tensor.is_complex() != entry.param.is_complex():
             raise ValueError(
                 f"state {name!r} of {entry.name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
@@ -50,15 +56,15 @@ def bind(optimizer: Optimizer, entries: Sequence[Entry], names: Sequence[str], i
     if not names and not optimizer.counts_steps:
         return counter
     for entry in entries:
-        param, state = entry.param, optimizer.own_state[entry.param]
+        param, state = entry.local, optimizer.own_state[entry.param]
         if optimizer.counts_steps:
             state["step"] = counter
         for name in names:
             tensor = state.get(name)
             if tensor is None:
-                state[name] = layout.full(param, initial[name], entry.rows)
-            elif tensor.device != param.device or not layout.fits(param, tensor, entry.rows):
-                state[name] = layout.like(param, tensor, entry.rows)
+                state[name] = shards.like(entry.param, layout.full(param, initial[name], entry.rows))
+            elif tensor.device != param.device or not layout.fits(param, shards.local(tensor), entry.rows):
+                state[name] = shards.like(entry.param, layout.like(param, shards.local(tensor), entry.rows))
     return counter
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from compiled_optim import shards
 from compiled_optim.guard import same_objects
 
 
@@ -18,6 +19,7 @@ class Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.places: dict[str, Tensor] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -34,11 +36,24 @@ class Watch:
 
     def current(self) -> dict[str, Tensor]:
         """The parameters by name as they are now."""
-        return dict(self.module.named_parameters(remove_duplicate=False))
+        held = self.module.named_parameters(remove_duplicate=False)
+        return {name: self._sharded(self.places.get(name), param) for name, param in held}
 
     def holds(self) -> bool:
         """Whether every place of the module and its submodules holds the object it held before."""
-        return same_objects(self._read(), self._held)
+        return same_objects(self._read(), self._held) or self._is_unsharded()
+
+    def _is_unsharded(self) -> bool:
+        """Whether nothing is different but that FSDP has not put its shards back yet."""
+        if not shards.any_dtensor(list(self.places.values())):
+            return False
+        now = self.current()
+        return list(now) == list(self.places) and same_objects([*now.values()], [*self.places.values()])
+
+    @staticmethod
+    def _sharded(before: Tensor | None, now: Tensor) -> Tensor:
+        """What a place holds for the optimizer: between forward and backward, FSDP puts whole tensors there."""
+        return before if before is not None and shards.is_dtensor(before) and not shards.is_dtensor(now) else now
 
     def _read(self) -> list[Any]:
         return [value for content in self._contents for value in content.values()]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_optim as co
 from compiled_optim.backends import Signature
 from compiled_optim.backends.cuda import CudaBackend
-from compiled_optim.clip import Clipping
+from compiled_optim.clip import Scaling
 from tests.hardware_free import steps
 from tests.hardware_free.gpuless_cuda import Recording, gpuless_cuda
 
@@ -59,8 +59,8 @@ def clipping(optimizer: co.Optimizer) -> EagerOperations:
     """What the clipping phase does between the unit that measures and the unit that updates."""
     with FakeTensorMode():
         scale, square = torch.empty((), device="cuda"), torch.empty((), device="cuda")
-        spec = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,))
-        phase = Clipping(optimizer, [])
+        spec = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,), split=None)
+        phase = Scaling(optimizer, [])
         phase.calls = [[lambda grads: square]]
         with EagerOperations() as operations:
             phase.run(optimizer, [SimpleNamespace(spec=spec, grad_scale=scale)], [[]])
