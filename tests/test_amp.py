@@ -126,7 +126,7 @@ def test_clipping_is_of_the_unscaled_gradients(compiled):
     for grads in gradients(params, 3):
         scaled_step(scaler, optimizer, params, grads)
         for twin, grad in zip(twins, grads, strict=True):
-            twin.grad = grad
+            twin.grad = grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
         reference.step()
         torch.testing.assert_close(optimizer.last_grad_norm.float(), norm, rtol=1e-5, atol=0)
