@@ -37,7 +37,7 @@ def scaled_step(scaler, optimizer, params, grads, scaled=True):
 @pytest.mark.parametrize("name", ALL)
 def test_a_scaled_step_is_a_step(name, compiled):
     """Scales are powers of two, so that unscaling is exact; another optimizer gets the gradients as they are."""
-    params = parameters([(8, 5), (7,)] + LARGE)
+    params = parameters([(8, 5), (7,), *LARGE])
     twins = copies(params)
     optimizer = getattr(co, name)(params, **ALL[name], compile=compiled)
     plain = getattr(co, name)(twins, **ALL[name], compile=compiled)

@@ -1,0 +1,140 @@
+"""Sharded and replicated training in real processes equals training in one.
+
+Two and four ranks are started once each and work through all their cases; the tests look at what came out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from . import cases
+from .world import run
+
+Answers = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def on_two(folder) -> Answers:
+    return run(cases.TWO, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def on_four(folder, on_two) -> Answers:
+    """After the two, whose compiled units they find."""
+    return run(cases.FOUR, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def reloaded(folder, on_four, tmp_path_factory) -> Answers:
+    """Two ranks that load what four have saved."""
+    assert all(answer is None for name, each in on_four.items() if name.startswith("save") for answer in each)
+    (later := folder / "later").mkdir()
+    for path in folder.glob("checkpoint-*"):
+        (later / path.name).symlink_to(path)
+    return run(cases.RELOADED, 2, later)
+
+
+def of(answers: Answers, case: str) -> list[Any]:
+    """What a case returned, rank by rank; what it raised is raised."""
+    for answer in answers[case]:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers[case]
+
+
+@pytest.mark.parametrize("name", cases.NINE)
+def test_fsdp_on_two_ranks_equals_one_process(on_two, name):
+    for answer in of(on_two, f"fsdp {name}"):
+        assert answer["distance"] <= 1e-6
+        assert answer["moved"] > 1e-2
+        assert answer["mode"] == "compiled"
+        assert answer["recompiles"] == 0
+        assert answer["events"] == ()
+    assert any(answer["empty"] for answer in on_two[f"fsdp {name}"]), "some rank should have an empty shard"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamP", "Lamb"])
+def test_fsdp_on_four_ranks_equals_one_process(on_four, name):
+    assert all(answer["distance"] <= 1e-6 for answer in of(on_four, f"fsdp {name}"))
+
+
+@pytest.mark.parametrize("name", cases.NINE)
+def test_shards_on_two_ranks_follow_the_formula(on_two, name):
+    assert max(of(on_two, f"formula {name}")) <= 2e-6
+
+
+@pytest.mark.parametrize("name", ["AdamP", "Lamb", "BertAdam"])
+def test_shards_on_four_ranks_follow_the_formula(on_four, name):
+    assert max(of(on_four, f"formula {name}")) <= 2e-6
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lamb"])
+def test_replicated_and_sharded(on_four, name):
+    assert max(of(on_four, f"hybrid {name}")) <= 2e-6  # gradients are added up in another order
+
+
+@pytest.mark.parametrize("name", ["AdamP", "BertAdam"])
+def test_norms_count_replicas_once(on_four, name):
+    assert max(of(on_four, f"hybrid shards {name}")) <= 2e-6
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamP", "Lamb"])
+def test_replicas_stay_equal(on_two, name):
+    first, second = of(on_two, f"ddp {name}")
+    assert first["distance"] <= 1e-6
+    assert first["events"] == ()
+    assert all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True))
+
+
+def test_clipping_is_by_the_norm_of_all_shards(on_two):
+    for answer in of(on_two, "clipped"):
+        assert answer["distance"] <= 1e-6
+        assert answer["norm"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(on_two):
+    for answer in of(on_two, "scaled"):
+        assert answer["distance"] <= 2e-6
+        assert answer["scale"] == 128.0
+
+
+def test_zero_redundancy_optimizer(on_two):
+    assert max(of(on_two, "zero_redundancy")) <= 1e-6
+
+
+def test_tensors_cut_by_columns_and_partial_gradients(on_two):
+    assert max(of(on_two, "columns")) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "SGD"])
+def test_a_checkpoint_of_four_ranks_goes_on_with_two(reloaded, name):
+    for answer in of(reloaded, f"load {name}"):
+        assert answer["distance"] <= 2e-6
+        assert answer["steps"] == (set() if name == "SGD" else {cases.STEPS // 2})
+        assert answer["kinds"] == {"DTensor"}
+
+
+def test_what_cannot_be_stepped_by_shards_is_refused_by_name(on_two):
+    for answers in of(on_two, "refusals"):
+        assert all("parameter 'weight'" in answer or "'weight'" in answer for answer in answers.values())
+        assert "shard the parameter along dimension 0" in answers["rows cut"]
+        assert "redistribute it to Shard or Replicate first" in answers["partial"]
+        assert "pass its sums through total(...)" in answers["no total"]
+        assert "set_optimizer_state_dict" in answers["state not split"]
+
+
+def test_only_what_moved_for_good_is_told(on_two):
+    for answer in of(on_two, "watched"):
+        assert answer["quiet"] == ()
+        assert answer["same plan"]
+        assert answer["kept"]
+        (event,) = answer["moved"]
+        assert "storage changed" in event
