@@ -122,37 +122,36 @@ class AdamP(Optimizer):
             return
         channels = [View.of(*tensors) for tensors in zip(params, grads, steps, strict=True)]
         misfits = [(~view.orthogonal(delta, eps)).sum(dtype=view.inner.dtype) for view in channels]
-        layers = total(*map(list, zip(*(view.as_one_row() for view in channels), strict=True)), misfits)
-        for param, step, channel, *layer, misfit in zip(params, steps, channels, *layers, strict=True):
-            along, fires = projection(channel, misfit == 0, View(*layer), delta, eps)
+        layers = total(*map(list, zip(*(view.added_up() for view in channels), strict=True)), misfits)
+        for param, step, channel, *sums, size, misfit in zip(params, steps, channels, *layers, strict=True):
+            along, fires = projection(channel, misfit == 0, View(*sums, size.sqrt()), delta, eps)
             shrink = 1 - decay * torch.where(fires, wd_ratio, 1.0)  # p *= 1 - lr wd ratio
             param.copy_(param * shrink - step_size * (step - param * along))
 
 
 class View(NamedTuple):
-    """A tensor seen by rows: what is summed over each row, and how many elements a row has."""
+    """A tensor seen by rows: what is summed over each row, and the root of how many elements a row has."""
 
     inner: Tensor
     square: Tensor
     grad_square: Tensor
     overlap: Tensor
-    width: int | Tensor
+    root: float | Tensor
 
     @classmethod
     def of(cls, param: Tensor, grad: Tensor, step: Tensor) -> View:
         """The channel view: as many rows as the tensor has."""
         products = ((grad, param), (param, param), (grad, grad), (step, param))
-        return cls(*((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products), width=param.shape[1])
+        return cls(*((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products), root=param.shape[1] ** 0.5)
 
-    def as_one_row(self) -> View:
-        """The layer view: all rows in one."""
-        size = torch.full((), self.inner.shape[0] * self.width, dtype=self.inner.dtype, device=self.inner.device)
-        return View(self.inner.sum(), self.square.sum(), self.grad_square.sum(), self.overlap.sum(), size)
+    def added_up(self) -> list[Tensor]:
+        """The sums of the layer view, which has all rows in one, and the number of its elements."""
+        return [*(rows.sum() for rows in self[:-1]), torch.full_like(self.inner, self.root**2).sum()]
 
     def orthogonal(self, delta: Tensor, eps: Tensor) -> Tensor:
         """Whether the gradient of each row is nearly orthogonal to its weights."""
         cosine = self.inner.abs() / (self.grad_square.sqrt() + eps) / (self.square.sqrt() + eps)
-        return cosine * self.width**0.5 < delta  # cos < delta / sqrt(columns)
+        return cosine * self.root < delta  # cos < delta / sqrt(columns)
 
     def along(self, eps: Tensor) -> Tensor:
         """How often each row's weights are in its step: ``pn Σ(pn step) = p along``."""

@@ -52,6 +52,7 @@ OPERATIONS: dict[str, Any] = {
     "Greater": lambda o, a, b: a > b,
     "Less": lambda o, a, b: a < b,
     "LogicalAnd": lambda o, a, b: a & b,
+    "LogicalNot": lambda o, a: ~a,
     "LogicalOr": lambda o, a, b: a | b,
     "Maximum": lambda o, a, b: torch.maximum(a, b),
     "Minimum": lambda o, a, b: torch.minimum(a, b),
@@ -67,6 +68,7 @@ OPERATIONS: dict[str, Any] = {
     "Sqrt": lambda o, a: a.sqrt(),
     "Sub": lambda o, a, b: a - b,
     "Sxpy": lambda o, a, b, alpha: a - alpha.to(a.dtype) * b,
+    "Unpack": lambda o, a: list(a.unbind(o.attr["axis"].i)),
     "Unsqueeze": lambda o, a: a.unsqueeze(o.attr["axes"].list.i[0]),
     "ZerosLike": lambda o, a: torch.zeros_like(a),
 }

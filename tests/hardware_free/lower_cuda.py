@@ -31,8 +31,8 @@ def launch(backend: CudaBackend, signature: Signature) -> None:
             [torch.empty(shape, dtype=dtype, device="cuda") for shape in signature.lane.shapes]
             for dtype in signature.dtypes
         ]
-        scales = [torch.empty((), dtype=dtype, device="cuda") for dtype, _ in signature.shared[1:]]
-        graph.run(graph.arguments((), lists, [*scalars, *scales]))
+        others = [torch.empty(shape, dtype=dtype, device="cuda") for dtype, shape in signature.shared[1:]]
+        graph.run(graph.arguments((), lists, [*scalars, *others]))
 
 
 class EagerOperations(TorchDispatchMode):
@@ -71,11 +71,11 @@ def lowered(recording: Recording) -> dict[str, Any]:
     backend = CudaBackend()
     found: dict[str, Any] = {}
     cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in steps.OPTIMIZERS}
-    for case, (name, options) in {**cases, **steps.CLIPPED}.items():
+    for case, (name, options) in {**cases, **steps.CLIPPED, **steps.SPLIT}.items():
         optimizer = steps.optimizer(name, **options)
         recording.launches.clear()
         recording.kernels.clear()
-        for signature in steps.signatures(optimizer, backend, "cuda:0"):
+        for signature in steps.signatures(optimizer, backend, "cuda:0", split=case in steps.SPLIT):
             launch(backend, signature)
         eager = clipping(optimizer) if optimizer.clips_any() else EagerOperations()
         codes = [code for codes in recording.machine_code().values() for code in codes]

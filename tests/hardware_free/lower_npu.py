@@ -41,17 +41,18 @@ def stepped(name: str, device: str, compiled: bool, dtype: torch.dtype, **option
 def executed(recording: Recording) -> dict[str, Any]:
     """For each optimizer and dtype what its graphs are made of, and how its steps compare with eager ones."""
     found = {}
-    cases: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in steps.OPTIMIZERS), *steps.CLIPPED.values()]
-    for name, options in cases:
+    cases = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED, **steps.SPLIT}
+    for case, (name, options) in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
             recording.clear()
             backends.get("npu")._units.clear()  # what one case compiled, the next compiles again
-            ours = stepped(name, "npu", True, dtype, **options)
+            split = steps.OnlyProcess() if case in steps.SPLIT else None
+            with mock.patch.object(collect.Split, "of", return_value=split):
+                ours = stepped(name, "npu", True, dtype, **options)
             eager = stepped(name, "cpu", False, dtype, **options)
             pairs = list(zip(ours._params(), eager._params(), strict=True))
             report = ours.explain()
-            key = " ".join([name, str(dtype).removeprefix("torch."), *("clipped" for _ in options)])
-            found[key] = dict(
+            found[f"{case} {str(dtype).removeprefix('torch.')}"] = dict(
                 operations=recording.operations(),
                 copied_back=recording.copied_back,
                 apart=max(float((a.detach().cpu() - b.detach()).abs().max()) for a, b in pairs),

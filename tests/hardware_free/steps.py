@@ -23,6 +23,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RMSprop": dict(momentum=0.9, centered=True),
     "RMSpropTF": dict(momentum=0.9, centered=True),
 }
+SPLIT = {"AdamP split": ("AdamP", {}), "Lamb split": ("Lamb", {})}
+"""Rules that take sums over whole tensors, in the two phases they have where tensors are split over processes."""
+
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
 
 WEIGHTS = [(64, 32), (128, 64), (33, 17), (256, 128), (512, 64), (7, 5, 3), (65, 65), (96, 4), (32, 3, 3, 3), (200, 50)]
@@ -36,11 +39,23 @@ def optimizer(name: str, shapes=TWENTY, dtype: torch.dtype = torch.float32, **op
     return getattr(co, name)(params, **{**OPTIMIZERS[name], **options}, compile=False)
 
 
-def signatures(optimizer: co.Optimizer, backend: Backend, device: str) -> list[Signature]:
-    """What a step of this optimizer has compiled where its parameters are on another device."""
+class OnlyProcess:
+    """A split over no other processes."""
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """All of it is here."""
+
+
+def signatures(optimizer: co.Optimizer, backend: Backend, device: str, split: bool = False) -> list[Signature]:
+    """What a step of this optimizer has compiled where its parameters are on another device, and maybe split."""
     found = []
     for spec in collect(optimizer, optimizer._params()):
-        kinds = [spec.norm_signature, spec.signature] if optimizer.clips_any() else [spec.signature]
+        spec.split = OnlyProcess() if split else None  # type: ignore[assignment]
+        kinds = [spec.signature]
+        if spec.sums:
+            kinds = [spec.measure_signature, spec.signature]
+        if optimizer.clips_any():
+            kinds = [spec.norm_signature, *kinds]
         for lane, _ in backend.cut(spec.shapes()):
             found += [elsewhere(kind(lane), device) for kind in kinds]
     return found

@@ -9,6 +9,7 @@ from tests.hardware_free import steps
 from tests.hardware_free.conftest import require
 
 pytestmark = pytest.mark.slow
+MEASURING = {"AdamP", "Lamb", "BertAdam", *steps.CLIPPED}
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +25,11 @@ def interpreted(run_script):
 
 
 def test_all_nine_are_lowered(lowered):
-    assert set(lowered) == {*steps.OPTIMIZERS, *steps.CLIPPED}
+    assert set(lowered) == {*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SPLIT}
     assert len(steps.OPTIMIZERS) == 9
 
 
-@pytest.mark.parametrize("case", [*steps.OPTIMIZERS, *steps.CLIPPED])
+@pytest.mark.parametrize("case", [*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SPLIT])
 def test_ptxas_accepts_every_kernel(lowered, case):
     assert lowered[case]["machine_code"]
     assert lowered[case]["target"] == ["sm_80"]
@@ -49,10 +50,13 @@ BertAdam      12
 Adadelta       1
 RMSprop        1
 RMSpropTF      1
-AdamW clipped 11""",
+AdamW clipped 11
+AdamP split   13
+Lamb split     8""",
     )
     for case, count in launches.items():
-        assert count <= (3 if case not in ("AdamP", "Lamb", "BertAdam", *steps.CLIPPED) else 12)
+        few, some, two_phases = 3, 12, 16
+        assert count <= (two_phases if case in steps.SPLIT else some if case in MEASURING else few)
 
 
 def test_clipping_does_not_wait_for_the_device(lowered):

@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from compiled_optim.program import Phase
+
 WHEEL = Path(os.environ.get("TORCH_NPU_WHEEL", Path(sys.prefix) / "torch_npu"))
 """Where the Makefile unpacks the wheel: not on the path, as without CANN torch_npu makes ``import torch`` raise."""
 
 
 @dataclass
 class Recording:
-    """The GE graphs that were built, how often one was run, and how many mutated inputs would be copied back."""
+    """The GE graphs that were built, how often one was run, and how many inputs are not changed as they should be.
+
+    ``copied_back`` counts mutated inputs that would be copied back, and inputs that are written without need.
+    """
 
     graphs: list[Any] = field(default_factory=list)
     runs: int = 0
@@ -41,8 +46,9 @@ class Recording:
 
         def graph(self_, signature):
             made = make(self_, signature)
-            mutated = {place for place, (i, _) in enumerate(made.inputs) if i > 0}
-            self.copied_back += len(mutated - set(self.graphs[-1]._graph_output_ref_input.values()))
+            measures = getattr(signature.program, "phase", None) is Phase.MEASURE  # and must write nothing
+            mutated = {place for place, (i, _) in enumerate(made.inputs) if i > 0 and not measures}
+            self.copied_back += len(mutated ^ set(self.graphs[-1]._graph_output_ref_input.values()))
             return made
 
         backend.graph = graph
