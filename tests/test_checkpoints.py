@@ -223,17 +223,19 @@ def test_float32_states_of_low_precision_parameters_stay(low, compiled):
 def test_in_another_dtype(param, state, loaded, compiled):
     """In all other cases a state gets its parameter's dtype, as in torch."""
     old = [torch.nn.Parameter(torch.ones(4, dtype=state))]
-    donor = co.AdamW(old, compile=False)
-    old[0].grad = torch.ones(4, dtype=state)
-    donor.step()
+    donor = torch.optim.AdamW(old, lr=0.1)
+    wide = torch.complex128 if param.is_complex else torch.float64
+    exact = [torch.nn.Parameter(torch.ones(4, dtype=wide))]
     (new,) = params = [torch.nn.Parameter(torch.ones(4, dtype=param))]
-    optimizer = co.AdamW(params, compile=compiled)
-    optimizer.load_state_dict(donor.state_dict())
+    reference, optimizer = torch.optim.AdamW(exact, lr=0.1), co.AdamW(params, compile=compiled)
+    advance(donor, old, 0, 1)
+    for other in (reference, optimizer):
+        other.load_state_dict(copy.deepcopy(donor.state_dict()))
     assert {optimizer.state[new][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {loaded}
-    new.grad = torch.ones(4, dtype=param)
-    optimizer.step()
-    assert int(optimizer.state[new]["step"]) == 2
-    assert (new.real < 1).all()
+    for opt, values in ((reference, exact), (optimizer, params)):
+        advance(opt, values, 1, 3)
+    assert_close(params, exact, 2e-2 if param == torch.bfloat16 else 2e-6)
+    assert int(optimizer.state[new]["step"]) == 3
 
 
 def test_what_users_keep_in_a_state_survives():
