@@ -29,7 +29,11 @@ REMEDY = "load the checkpoint that belongs to this optimizer and model"
 def read(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state and groups of a checkpoint, for this optimizer's parameters; ValueError if they do not fit them."""
     name = type(optimizer).__name__
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+    if not (
+        isinstance(saved, Mapping)
+        and isinstance(saved.get("state"), Mapping)
+        and isinstance(saved.get("param_groups"), list | tuple)
+    ):
         found = f"a dict with {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(f"{found} is no optimizer's checkpoint; pass what state_dict() of {name} returned")
     _check_sizes(optimizer.param_groups, saved["param_groups"])
@@ -43,8 +47,9 @@ def read(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     for key, values in saved["state"].items():
         if key in owners:
             param, of, states = owners[key]
+            values = {} if values is None else values
             _check(optimizer, of, param, values, states)
-            state[param] = _fitted(param, values or {})
+            state[param] = _fitted(param, values)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"the checkpoint has a state for {key!r}, but no group of it lists such a parameter")
         else:
@@ -92,9 +97,9 @@ def _states(optimizer: Optimizer, number: int, group: Group) -> Sequence[str]:
 
 def _check(optimizer: Optimizer, name: str, param: Tensor, values: Any, states: Sequence[str]) -> None:
     """Raise unless a parameter could be stepped with these states; none at all are those of one never stepped."""
-    if values is not None and not isinstance(values, dict):
+    if not isinstance(values, dict):
         raise ValueError(f"the state of {name} is {type(values).__name__}, not a dict; {REMEDY}")
-    if all(value is None for value in (values or {}).values()):
+    if all(value is None for value in values.values()):
         return
     missing = [state for state in states if values.get(state) is None]
     if optimizer.counts_steps and "step" not in values:

@@ -48,6 +48,10 @@ CORRUPT = {
         lambda saved: {"model": {}, "optimizer": saved},
         r"a dict with \['model', 'optimizer'\] is no optimizer's checkpoint; pass what state_dict\(\) of AdamW",
     ),
+    "a list of states": (
+        lambda saved: {**saved, "state": list(saved["state"].values())},
+        r"a dict with \['param_groups', 'state'\] is no optimizer's checkpoint",
+    ),
     "a group too few": (
         edited(lambda saved: saved["param_groups"].pop()),
         "loaded state dict has a different number of parameter groups: 1, but the optimizer has 2",

@@ -16,6 +16,8 @@ from .helpers import assert_close, copies, parameters
 from .test_recompiles import compilations
 from .test_schedulers import OPTIMIZERS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # the gradients of one step come from the weights of the last one, so rounding adds up
 TOLERANCE = 1e-5
 
@@ -277,6 +279,8 @@ def test_param_groups_reassigned():
         for number, batch in enumerate(batches(12)):
             if number == 2:
                 optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+            if number == 3:
+                optimizer.param_groups[0]["lr"] = 0.02  # of the copy
             if number == 4:
                 (group,) = optimizer.param_groups
                 halves = [{**group, "params": params[:3]}, {**group, "params": params[3:], "lr": 0.01}]

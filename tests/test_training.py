@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import compiled_optim as co
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH, BATCH, WIDTH = 24, 8, 32
 MAX_NORM = 0.5
 
@@ -134,15 +136,6 @@ def train(contender, optimizer, steps, dtype):
 
 def curve(losses):
     return " ".join(f"{sum(part) / len(part):.4f}" for part in (losses[i : i + 20] for i in range(0, len(losses), 20)))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Operations this small take ten times as long on two threads if the machine has something else to do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # in bfloat16 a rounding of the weights can tip that of an activation: there torch's own two implementations of AdamW
