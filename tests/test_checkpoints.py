@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compiled_optim as co
+import compiled_optim.npu
 
 from .helpers import SMALL, assert_close, copies, gradients, parameters, run_python
 
@@ -143,6 +144,39 @@ def test_integer_steps_of_torch_npu_load(compiled):
     advance(reference, expected, 3, 6)
     assert_close(params, expected, 2e-6)
     assert optimizer.state_dict()["state"][0]["step"] == 6
+
+
+TORCH_NPU_KEYS = {
+    "SGD": "lr momentum dampening weight_decay nesterov",
+    "Adam": "lr betas eps weight_decay amsgrad",
+    "AdamW": "lr betas eps weight_decay amsgrad",
+    "AdamP": "lr betas eps weight_decay delta wd_ratio nesterov",
+    "Lamb": "lr betas eps weight_decay",
+    "BertAdam": "lr schedule warmup t_total b1 b2 e weight_decay max_grad_norm",
+    "Adadelta": "lr rho eps weight_decay",
+    "RMSprop": "lr momentum alpha eps centered weight_decay",
+    "RMSpropTF": "lr momentum alpha eps centered weight_decay decoupled_decay lr_in_momentum",
+}
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_the_form_of_torch_npu_for_every_optimizer(name):
+    """Only the keys torch_npu's groups have, a scheduler's beside them, and ints as steps."""
+    whole, halves = parameters(SMALL), parameters(SMALL)
+    advance(getattr(co, name)(whole, **NINE[name], compile=False), whole, 0, 6)
+    optimizer = getattr(co, name)(halves, **NINE[name], compile=False)
+    advance(optimizer, halves, 0, 3)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = int(state["step"])
+    keys = ["params", *TORCH_NPU_KEYS[name].split()]
+    saved["param_groups"] = [{key: group[key] for key in keys} for group in saved["param_groups"]]
+    saved["param_groups"][0]["initial_lr"] = 1.0
+    resumed = getattr(co.npu, f"NpuFused{name}")(halves, lr=7.0, compile=False)
+    resumed.load_state_dict(saved)
+    advance(resumed, halves, 3, 6)
+    assert_close(halves, whole, 0)
 
 
 def test_on_another_device():
