@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from compiled_optim import amp, backends, shards, states
+from compiled_optim import amp, backends, checkpoint, shards, states
 from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
@@ -231,10 +231,27 @@ class Optimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch.optim does; it belongs to the parameters the watched modules hold now."""
+        """Load a checkpoint of this optimizer, of torch.optim's or torch_npu's of the same name.
+
+        It belongs to the parameters the watched modules hold now, in their order. Load it after a scheduler was
+        constructed, which sets the learning rate. As in torch.optim, hyperparameters are the checkpoint's, a parameter
+        it has no state for starts afresh, and tensors that need no conversion are taken over, not copied.
+
+        States are moved to their parameter's device and converted to its dtype, with one difference to torch: a state
+        of a float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
+
+        What does not fit (other sizes or shapes, missing states, another optimizer's) raises ValueError, which names
+        the parameter or group, and leaves the optimizer as it was.
+        """
+        state_dict = copy.copy(state_dict)  # for hooks to change, as in torch
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         # with "raise", the next step tells what has changed
         with self._following() if self.on_realloc == "recompile" else nullcontext():
-            super().load_state_dict(state_dict)
+            self.__setstate__(checkpoint.read(self, state_dict))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         options = ("compile", "backend", "on_realloc", "max_grad_norm", "last_grad_norm")
@@ -242,12 +259,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # an older checkpoint may lack some keys: a flag it does not know was not set when it was made
-        arguments = inspect.signature(type(self)).parameters.values()
-        flags = {argument.name: argument.default for argument in arguments if isinstance(argument.default, bool)}
         for group in self.param_groups:
-            for name, value in {**self.defaults, **flags}.items():
-                group.setdefault(name, value)
+            group.update(self.completed(group))
         if "_tracker" not in self.__dict__:  # else load_state_dict: another state, the same parameters
             self._start()
             self._tracker.see(self._params())
@@ -300,6 +313,12 @@ class Optimizer(torch.optim.Optimizer):
     def parameter_names(self) -> list[str]:
         """How messages name each parameter, in their order."""
         return self._tracker.names(self.param_groups)
+
+    def completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A saved group with the keys an older checkpoint lacks; a flag it does not know was not set in its time."""
+        arguments = inspect.signature(type(self)).parameters.values()
+        flags = {argument.name: argument.default for argument in arguments if isinstance(argument.default, bool)}
+        return {**self.defaults, **flags, **group}
 
     def program(self, group: dict[str, Any]) -> UpdateProgram:
         """The program for a group's options."""

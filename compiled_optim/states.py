@@ -23,12 +23,7 @@ def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str,
     state = optimizer.own_state.get(entry.param, {})
     found = {name: state[name] for name in names if state.get(name) is not None}
     for name, tensor in found.items():
-        if shards.is_dtensor(tensor) != shards.is_dtensor(entry.param):
-            raise ValueError(
-                f"state {name!r} of {entry.name} is {'not ' if shards.is_dtensor(entry.param) else ''}split over "
-                "processes, unlike the parameter; load the checkpoint by "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            )
+        check_split(entry.name, entry.param, name, tensor)
         if tensor.shape != entry.param.shape or tensor.is_complex() != entry.param.is_complex():
             raise ValueError(
                 f"state {name!r} of {entry.name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
@@ -36,6 +31,15 @@ def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str,
                 "to this model, or delete the entry from optimizer.state to start afresh"
             )
     return found
+
+
+def check_split(name: str, param: Tensor, state: str, tensor: Tensor) -> None:
+    """Raise unless a state is split over processes as its parameter is."""
+    if shards.is_dtensor(tensor) != shards.is_dtensor(param):
+        raise ValueError(
+            f"state {state!r} of {name} is {'not ' if shards.is_dtensor(param) else ''}split over processes, unlike "
+            "the parameter; load the checkpoint by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
 
 
 def steps_taken(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> int:

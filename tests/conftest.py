@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from compiled_optim import backends
 
@@ -26,3 +29,12 @@ def device(pytestconfig: pytest.Config) -> str:
 def compiled(request: pytest.FixtureRequest) -> bool:
     """Run a test once compiled and once eagerly."""
     return request.param
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models so small that threads take many times longer as soon as the machine has something else to do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

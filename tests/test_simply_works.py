@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 
@@ -269,54 +268,6 @@ def test_copies_go_on_by_themselves(name, compiled, how):
     continue_both(optimizer, params, clone, clone_params)
     assert_close(clone_params, params, 0)
     assert all(a is not b for a, b in zip(params, clone_params, strict=True))
-
-
-@pytest.mark.parametrize("source", ["ours", "torch"])
-@pytest.mark.parametrize("target", ["ours", "torch"])
-@pytest.mark.parametrize("fresh", [True, False], ids=["into fresh", "into stepped"])
-def test_checkpoints_go_both_ways(name, compiled, source, target, fresh):
-    """Ten steps in one, saved and loaded in the other, ten more: the same as twenty in torch."""
-
-    def make(kind):
-        if kind == "ours":
-            return lambda p: getattr(co, name)(p, **OPTIMIZERS[name], compile=compiled)
-        return lambda p: getattr(torch.optim, name)(p, **OPTIMIZERS[name])
-
-    expected = parameters(SMALL)
-    reference = train(make("torch"), expected, 10, schedule=None)
-    first = parameters(SMALL)
-    saved = io.BytesIO()
-    torch.save(train(make(source), first, 10, schedule=None).state_dict(), saved)
-    saved.seek(0)
-
-    second = copies(first)
-    optimizer = make(target)(second)
-    if not fresh:
-        optimizer = train(make(target), second, 2, schedule=None)
-        with torch.no_grad():
-            for param, value in zip(second, first, strict=True):
-                param.copy_(value)
-    optimizer.load_state_dict(torch.load(saved, weights_only=True))
-    continue_both(optimizer, second, reference, expected, steps=10)
-    assert_close(second, expected, 2e-6)
-
-
-def test_integer_steps_of_torch_npu_load(compiled):
-    pair = Pair("AdamW", parameters(SMALL), compiled)
-    pair.steps(3)
-    checkpoint = copy.deepcopy(pair.reference.state_dict())
-    for state in checkpoint["state"].values():
-        state["step"] = int(state["step"])
-    for group in checkpoint["param_groups"]:
-        for key in ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
-            del group[key]
-    pair.optimizer.load_state_dict(checkpoint)
-    assert pair.optimizer.state_dict()["state"][0]["step"] == 3
-    for optimizer, params in ((pair.optimizer, pair.ours), (pair.reference, pair.theirs)):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    pair.agree()
 
 
 def test_state_of_another_layout_is_fitted(compiled):
