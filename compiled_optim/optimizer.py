@@ -89,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor | None
     """Set by torch.amp.GradScaler for the length of a step, and not there else: see ``amp``."""
 
-    unscales = False
+    unscales: bool
     """Whether a GradScaler has ever made a step, so that the programs multiply gradients by its scale's inverse."""
 
     rowwise = False
@@ -129,6 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         self.backend = backends.get(backend) if isinstance(backend, str) else backend
         self.on_realloc = on_realloc
         self.max_grad_norm = max_grad_norm
+        self.unscales = False
         self._start()
         if self.has_torch_switches:
             defaults = {**defaults, **TORCH_SWITCHES, **switches}
@@ -254,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("compile", "backend", "on_realloc", "max_grad_norm", "last_grad_norm")
+        options = ("compile", "backend", "on_realloc", "max_grad_norm", "last_grad_norm", "unscales")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -388,7 +389,8 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         if amp.is_overflow(self):
             return
-        self.unscales = self.unscales or amp.has_scaler(self)
+        if amp.has_scaler(self):
+            self.unscales = True
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # all that torch.no_grad() does, without its 3 µs
         try:
