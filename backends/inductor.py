@@ -29,6 +29,7 @@ from compiled_optim.backends import store
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.direct import only_kernel
 from compiled_optim.backends.graph import SHARED, SIZES, Graph, Place
+from compiled_optim.contract import untraceable
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Program, TensorLists
 
@@ -112,6 +113,8 @@ def trace(
                 dynamic=False,
                 options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
             )(lists, shared)
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.TorchRuntimeError) as error:
+        raise untraceable(signature.program, error) from error
     except exc.InductorError as error:
         cause = error.inner_exception
         if isinstance(cause, exc.InvalidCxxCompiler | exc.CppCompileError | CalledProcessError):

@@ -24,6 +24,7 @@ import torch
 import compiled_optim
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.graph import Place
+from compiled_optim.contract import is_ours
 
 FOLDER = "compiled_optim"
 
@@ -76,7 +77,7 @@ def _rule(signature: Signature) -> Any:
 
 def _covered(signature: Signature) -> bool:
     """Whether the name of the record covers the rule: a user's rule may depend on more than its own source."""
-    return str(_rule(signature).__module__).split(".")[0] == compiled_optim.__name__
+    return is_ours(_rule(signature))
 
 
 def directory() -> Path:

@@ -1,8 +1,8 @@
 """The base of all optimizers: a ``torch.optim.Optimizer`` whose step runs compiled units over batches.
 
-A subclass is a constructor and a formula. It says which hyperparameters the formula needs as numbers (``scalars``),
-which ones change the formula itself (``options``), which states it keeps (``initial_state``), and what it computes
-(``update``). Everything else is here and in the modules this one calls.
+A subclass is a constructor and a formula. It says which states it keeps (``state_names``), which numbers the formula
+needs (``scalars``), what changes the formula itself (``options``), and what it computes (``update``). Everything else
+is here and in the modules this one calls; docs/rules.md builds one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from compiled_optim import backends, states
+from compiled_optim import backends, contract, states
 from compiled_optim.backends import Backend, Signature, Unit
+from compiled_optim.checks import check_usual
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
-from compiled_optim.errors import BackendUnavailableError, ReallocationError
+from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.events import Events, logger
 from compiled_optim.explain import Explanation
 from compiled_optim.lists import TensorList
@@ -76,7 +77,11 @@ class Optimizer(torch.optim.Optimizer):
         backend: a registered backend's name or a Backend; None picks one by each parameter's device.
         on_realloc: what to do when a parameter was reallocated: follow it ("recompile") or raise ReallocationError.
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is left as it is.
+        maximize: go up the gradients instead of down; ``defaults`` may set it instead.
     """
+
+    state_names: tuple[str, ...] = ()
+    """The states the rule keeps for each parameter, all of which start at zero; see :meth:`initial_state`."""
 
     counts_steps = True
     """Whether the rule keeps ``step`` in the state. If not, ``scalars`` sees 1 on the first step and more later."""
@@ -104,6 +109,7 @@ class Optimizer(torch.optim.Optimizer):
         backend: str | Backend | None = None,
         on_realloc: Literal["recompile", "raise"] = "recompile",
         max_grad_norm: float | None = None,
+        maximize: bool = False,
         **switches: bool | None,
     ) -> None:
         unknown = switches.keys() - (TORCH_SWITCHES if self.has_torch_switches else {}).keys()
@@ -122,6 +128,7 @@ class Optimizer(torch.optim.Optimizer):
         self.on_realloc = on_realloc
         self.max_grad_norm = max_grad_norm
         self._start()
+        defaults = {"maximize": maximize, **defaults}
         if self.has_torch_switches:
             defaults = {**defaults, **TORCH_SWITCHES, **switches}
         self.check(defaults)
@@ -133,11 +140,12 @@ class Optimizer(torch.optim.Optimizer):
     # ---- what a subclass defines
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
+        """Raise ValueError if a hyperparameter is out of range; this knows the usual ones, by torch's names."""
+        check_usual(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """The states the rule keeps for each parameter, and the value each starts at."""
-        return {}
+        """The states the rule keeps for each parameter in this group, and the value each starts at."""
+        return dict.fromkeys(self.state_names, 0.0)
 
     def options(self, group: dict[str, Any]) -> dict[str, bool]:
         """What changes the formula rather than a number in it; each combination is compiled separately."""
@@ -203,7 +211,8 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for device in dict.fromkeys(param.device for param in self.param_groups[-1]["params"]):
                 self.backend_for(device)
-        except BackendUnavailableError:
+            self.program(self.param_groups[-1])
+        except (BackendUnavailableError, RuleError):
             self.param_groups.pop()
             raise
         self._tracker.see(self.param_groups[-1]["params"])
@@ -287,8 +296,9 @@ class Optimizer(torch.optim.Optimizer):
         return self._tracker.names(self.param_groups)
 
     def program(self, group: dict[str, Any]) -> UpdateProgram:
-        """The program for a group's options."""
-        return UpdateProgram(
+        """The program for a group's options; raises RuleError if the rule cannot be one."""
+        contract.check_declarations(self, group)
+        program = UpdateProgram(
             name=type(self).__name__,
             update=type(self).update,
             states=tuple(self.initial_state(group)),
@@ -296,6 +306,9 @@ class Optimizer(torch.optim.Optimizer):
             options=tuple(self.options(group).items()),
             scaled=bool(group["maximize"]) or bool(self.clips(group, torch.float32)),
         )
+        if self.compile:
+            contract.try_out(self, program)
+        return program
 
     def clips_any(self) -> bool:
         """Whether gradients have to be measured before the update."""

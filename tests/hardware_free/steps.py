@@ -1,4 +1,4 @@
-"""What the hardware-free tests compile: the nine optimizers over twenty tensors, weights and biases of many sizes."""
+"""What the hardware-free tests compile: all optimizers over twenty tensors, weights and biases of many sizes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adadelta": dict(weight_decay=0.01),
     "RMSprop": dict(momentum=0.9, centered=True),
     "RMSpropTF": dict(momentum=0.9, centered=True),
+    "Lion": dict(weight_decay=0.01),
+    "Adan": dict(weight_decay=0.01),
 }
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
 
