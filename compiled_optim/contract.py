@@ -186,11 +186,11 @@ class _ReadsNoValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Notes(TorchDispatchMode):
+class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is read and written, and refuses operations that read a value or write to a gradient."""
 
     def __init__(self, trial: _Trial, rule: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trial = trial
         self.rule = rule
 
