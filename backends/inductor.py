@@ -47,18 +47,23 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
         options: Inductor settings for this compilation only.
     """
     start = time.perf_counter()
-    settings = {**options, "hint": hint}
+    key = settings(hint, options)
     with torch.inference_mode(False), torch.no_grad():
-        known = store.load(signature, settings)
+        known = store.load(signature, key)
         graph = Graph(*known, from_disk=True) if known is not None else None
         if graph is None or not _agrees(signature, graph):
             graph = _compile(signature, hint, options)
             if not _agrees(signature, graph):
                 raise disagreement(signature)
-            store.save(signature, settings, graph.run, graph.inputs, graph.kernels)
+            store.save(signature, key, graph.run, graph.inputs, graph.kernels)
         graph = _straightened(signature, graph)
     graph.seconds = time.perf_counter() - start
     return graph
+
+
+def settings(hint: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a graph depends on besides its signature: it is kept on disk under both."""
+    return {**options, "hint": hint}
 
 
 def _compile(signature: Signature, hint: int, options: Mapping[str, Any]) -> Graph:

@@ -70,6 +70,11 @@ def save(
         return
 
 
+def keeps(signature: Signature, settings: Mapping[str, Any]) -> bool:
+    """Whether :func:`load` will find a record."""
+    return _covered(signature) and _path(signature, settings).exists()
+
+
 def _rule(signature: Signature) -> Any:
     """What a program's source is: its update rule, or its class."""
     return getattr(signature.program, "update", type(signature.program))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,19 +21,20 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from compiled_optim import backends, contract, states
+from compiled_optim.account import Account
+from compiled_optim.advice import advice
 from compiled_optim.backends import Backend, Signature, Unit
+from compiled_optim.backends.eager import asked_for_eager
 from compiled_optim.checks import check_usual
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
-from compiled_optim.events import Events, logger
+from compiled_optim.events import Events
 from compiled_optim.explain import Explanation
 from compiled_optim.lists import TensorList
 from compiled_optim.plan import Plan, compile_units
 from compiled_optim.program import UpdateProgram
 from compiled_optim.reallocation import Tracker, has_memory, undone_on_error
-
-EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
 TORCH_SWITCHES: dict[str, bool | None] = {
     "foreach": None,
@@ -123,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f'Invalid on_realloc value: {on_realloc!r}; use "recompile" or "raise"')
         if max_grad_norm is not None and not max_grad_norm >= 0.0:
             raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
-        self.compile = compile and os.environ.get(EAGER_VARIABLE, "0") in ("", "0")
+        self.compile = compile and not asked_for_eager()
         self.backend = backends.get(backend) if isinstance(backend, str) else backend
         self.on_realloc = on_realloc
         self.max_grad_norm = max_grad_norm
@@ -244,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
         if "_tracker" not in self.__dict__:  # else load_state_dict: another state, the same parameters
             self._start()
-            self._tracker.see(self._params())
+            self._tracker.see(self.all_params())
         self._plan = None
         self.state_was_seen = True
 
@@ -268,20 +269,22 @@ class Optimizer(torch.optim.Optimizer):
         self._tracker.watch(module)
 
     def warmup(self) -> None:
-        """Compile now what the first step will need, without making a step.
+        """Compile now what the first step will need, without making a step; on a terminal, show how far it is.
 
         Assumes that every parameter gets a gradient; those that have no memory yet are left out.
         """
         with torch.no_grad():
-            params = [param.detach() if has_memory(param) else None for param in self._params()]
-            compile_units(self, collect(self, params))
+            params = [param.detach() if has_memory(param) else None for param in self.all_params()]
+            compile_units(self, collect(self, params), bar=sys.stderr.isatty())
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
-        devices = dict.fromkeys(param.device for param in self._params())
+        devices = dict.fromkeys(param.device for param in self.all_params())
         in_use = dict.fromkeys(self.backend_for(device) for device in devices)
-        record = (self._compile_seconds, self._recompiles, self._events.told())
-        return Explanation.of(type(self).__name__, list(in_use), self._plan, *record)
+        batches = self._plan.batches if self._plan is not None else []
+        units = self._account.reports()
+        odd = advice(self, batches, units)
+        return Explanation.of(type(self).__name__, list(in_use), self._plan, units, self._events.told(), odd)
 
     # ---- what the plan asks for
 
@@ -290,6 +293,10 @@ class Optimizer(torch.optim.Optimizer):
         """The state, for use in this package."""
         state: defaultdict[Tensor, Any] = self.__dict__["state"]
         return state
+
+    def all_params(self) -> list[Tensor]:
+        """The parameters of all groups, in their order."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     def parameter_names(self) -> list[str]:
         """How messages name each parameter, in their order."""
@@ -340,13 +347,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def obtain(self, backend: Backend, signature: Signature) -> Unit:
         """The unit for a signature, compiled if need be, and on this optimizer's account."""
-        new = not backend.knows(signature)
+        new = backend.compiles_anew(signature)
         unit = backend.unit(signature)
-        if new and backend.compiles:
-            self._compile_seconds += unit.seconds
-            self._recompiles += self._stepped
-            how = "loaded" if unit.from_disk else "compiled"
-            logger.info("%s %s for %s in %.1f s", how, signature, signature.device, unit.seconds)
+        if backend.compiles:
+            self._account.note(signature, unit, new, late=self._stepped)
         return unit
 
     # ---- inside
@@ -368,11 +372,11 @@ class Optimizer(torch.optim.Optimizer):
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # all that torch.no_grad() does, without its 3 µs
         try:
-            params = self._params()
+            params = self.all_params()
             grads = [param.grad for param in params]
             if not self._in_place(params, grads):
                 self._plan = self._new_plan()
-                grads = [param.grad for param in self._params()]
+                grads = [param.grad for param in self.all_params()]
             assert self._plan is not None
             self._plan.run(self, grads)
         finally:
@@ -398,12 +402,8 @@ class Optimizer(torch.optim.Optimizer):
         self._plan = None
         self._tracker = Tracker()
         self._events = Events(type(self).__name__)
+        self._account = Account()
         self._stepped = False
-        self._compile_seconds = 0.0
-        self._recompiles = 0
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def _in_place(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether the plan still describes the optimizer and everything is where it was."""
@@ -425,7 +425,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _new_plan(self) -> Plan:
         with self._following():
-            params = self._params()
+            params = self.all_params()
             grads = [param.grad for param in params]
             return Plan(self, collect(self, grads), params, grads)
 

@@ -64,9 +64,11 @@ OPERATIONS: dict[str, Any] = {
     "Reshape": lambda o, a, shape: a.reshape(_ints(shape)),
     "SelectV2": lambda o, condition, a, b: torch.where(condition, a, b),
     "Shape": lambda o, a: torch.tensor(a.shape),
+    "Sign": lambda o, a: a.sign(),
     "Sqrt": lambda o, a: a.sqrt(),
     "Sub": lambda o, a, b: a - b,
     "Sxpy": lambda o, a, b, alpha: a - alpha.to(a.dtype) * b,
+    "TensorMove": lambda o, a: a.clone(),
     "Unsqueeze": lambda o, a: a.unsqueeze(o.attr["axes"].list.i[0]),
     "ZerosLike": lambda o, a: torch.zeros_like(a),
 }
