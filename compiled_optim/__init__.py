@@ -13,6 +13,7 @@ from compiled_optim.adam import Adam, AdamW
 from compiled_optim.adamp import AdamP
 from compiled_optim.adan import Adan
 from compiled_optim.bertadam import BertAdam
+from compiled_optim.compare import Comparison
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.explain import Explanation
 from compiled_optim.lamb import Lamb
@@ -30,6 +31,7 @@ __all__ = [
     "Adan",
     "BackendUnavailableError",
     "BertAdam",
+    "Comparison",
     "Explanation",
     "Lamb",
     "Lion",

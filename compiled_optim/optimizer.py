@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -28,6 +28,7 @@ from compiled_optim.backends.eager import asked_for_eager
 from compiled_optim.checks import check_usual
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
+from compiled_optim.compare import Comparison, comparing
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.events import Events
 from compiled_optim.explain import Explanation
@@ -285,6 +286,22 @@ class Optimizer(torch.optim.Optimizer):
         units = self._account.reports()
         odd = advice(self, batches, units)
         return Explanation.of(type(self).__name__, list(in_use), self._plan, units, self._events.told(), odd)
+
+    def compare_eager(self) -> AbstractContextManager[Comparison]:
+        """Make the next step, within this context, both ways, and tell how far they come apart in each parameter.
+
+        The compiled step is the one that counts; the eager one is made on copies, which takes their memory meanwhile.
+
+        >>> import compiled_optim as co
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> opt = co.AdamW([weight])
+        >>> weight.sum().backward()
+        >>> with opt.compare_eager() as comparison:
+        ...     opt.step()
+        >>> comparison.largest < 1e-6
+        True
+        """
+        return comparing(self)
 
     # ---- what the plan asks for
 
