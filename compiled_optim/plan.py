@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim import layout, progress, states
+from compiled_optim.backends import Backend, Signature
 from compiled_optim.clip import Clipping
 from compiled_optim.collect import BatchSpec, Tensors, picker
 from compiled_optim.guard import Guard
@@ -110,7 +111,7 @@ def _refitted(param: Tensor, rows: bool, dtype: torch.dtype, grad: Tensor) -> Te
 
 def compile_units(optimizer: Optimizer, specs: Sequence[BatchSpec], bar: bool = False) -> None:
     """Compile every unit that stepping these batches needs and that is not known yet; ``bar`` shows how far it is."""
-    needed = {}
+    needed: dict[Signature, Backend] = {}
     for spec in specs:
         kinds = [spec.signature, spec.norm_signature] if optimizer.clips_any() else [spec.signature]
         for lane in dict.fromkeys(lane for lane, _ in spec.cut()):

@@ -37,8 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", type=_dtypes, help="of the parameters, by commas (float32)")
     parser.add_argument("--device", default="cpu", help="a device type (cpu)")
     parser.add_argument(
-        *("--set", "-s"),
-        **{"action": "append", "default": [], "type": _setting, "metavar": "NAME=VALUE", "dest": "settings"},
+        "--set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="NAME=VALUE",
+        dest="settings",
         help="an argument of the optimizer that the training script gives, such as weight_decay=0.1",
     )
 

@@ -25,7 +25,7 @@ def interpreted(run_script):
 
 def test_all_are_lowered(lowered):
     assert set(lowered) == {*steps.OPTIMIZERS, *steps.CLIPPED}
-    assert len(steps.OPTIMIZERS) == 9
+    assert len(steps.OPTIMIZERS) == 11
 
 
 @pytest.mark.parametrize("case", [*steps.OPTIMIZERS, *steps.CLIPPED])

@@ -48,6 +48,10 @@ RMSprop float32           106
 RMSprop bfloat16          151
 RMSpropTF float32          97
 RMSpropTF bfloat16        142
+Lion float32               93
+Lion bfloat16             118
+Adan float32              194
+Adan bfloat16             249
 AdamW float32 clipped     163
 AdamW bfloat16 clipped    203""",
     )
