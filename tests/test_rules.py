@@ -303,6 +303,15 @@ def test_thirty_scheduled_steps_compile_nothing_new(name):
     assert counters["stats"]["unique_graphs"] == compiled
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "AdamP"])
+def test_two_runs_agree_bit_for_bit(name, compiled):
+    """Reductions over threads included, by clipping and by the rules' own norms."""
+    runs = [parameters(SHAPES + LARGE) for _ in range(2)]
+    for params in runs:
+        train(lambda p: getattr(co, name)(p, max_grad_norm=1.0, compile=compiled), params, 5)
+    assert_close(*runs, 0)
+
+
 ERRORS = [
     *((name, {"lr": -1.0}, "Invalid learning rate: -1.0") for name in ALL[3:]),
     *(
