@@ -24,7 +24,7 @@ MANY_RECOMPILES = 5
 
 def advice(optimizer: Optimizer, batches: Sequence[Batch], units: Sequence[UnitReport]) -> Iterator[str]:
     """Sentences for a person, each with what to do."""
-    names = dict(zip(optimizer.all_params(), optimizer.parameter_names(), strict=True))
+    names = dict(zip(optimizer._params(), optimizer.parameter_names(), strict=True))
     if not optimizer.compile and asked_for_eager():
         yield f"steps run eagerly because {EAGER_VARIABLE} is set; unset it to compile them"
     half = [name for param, name in names.items() if param.dtype == torch.float16]
@@ -39,7 +39,12 @@ def advice(optimizer: Optimizer, batches: Sequence[Batch], units: Sequence[UnitR
     if idle:
         when = "never had a gradient" if _keeps_state(optimizer) else "had no gradient in the last step"
         yield f"{_told(idle)} {when}: not used in the loss? If on purpose, requires_grad_(False) saves their gradients"
-    scattered = [names[param] for b in batches for param in b.params if not layout.is_home(param.detach(), b.spec.rows)]
+    scattered = [
+        entry.name
+        for batch in batches
+        for entry, param in zip(batch.spec.entries, batch.params, strict=True)
+        if not layout.is_home(param.detach(), entry.rows)
+    ]
     if scattered:
         yield f"{_told(scattered)} not dense in memory: copied before and after every step; make them .contiguous()"
     late = [unit for unit in units if unit.reason]
@@ -55,7 +60,7 @@ def _keeps_state(optimizer: Optimizer) -> bool:
 
 
 def _without_gradient(optimizer: Optimizer, batches: Sequence[Batch], names: dict[Tensor, str]) -> list[str]:
-    stepped = {id(param) for batch in batches for param in batch.params}
+    stepped = {id(entry.param) for batch in batches for entry in batch.spec.entries}
     return [
         name
         for param, name in names.items()

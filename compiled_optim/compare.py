@@ -91,7 +91,7 @@ def _eager_twin(optimizer: Optimizer) -> Optimizer:
     """The same optimizer over copies of the parameters and states, with the same gradients."""
     twin = type(optimizer).__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    copies = {param: _copy(param) for param in optimizer.all_params()}
+    copies = {param: _copy(param) for param in optimizer._params()}
     twin.param_groups = [
         {**group, "params": [copies[param] for param in group["params"]]} for group in optimizer.param_groups
     ]
@@ -104,7 +104,7 @@ def _eager_twin(optimizer: Optimizer) -> Optimizer:
     twin.state = state
     twin.compile = False
     twin._start()
-    twin._tracker.see(twin.all_params())
+    twin._tracker.see(twin._params())
     return twin
 
 
@@ -116,7 +116,7 @@ def _copy(param: Tensor) -> Tensor:
 
 def _differences(optimizer: Optimizer, twin: Optimizer) -> Iterator[Difference]:
     names = optimizer.parameter_names()
-    for name, param, copy in zip(names, optimizer.all_params(), twin.all_params(), strict=True):
+    for name, param, copy in zip(names, optimizer._params(), twin._params(), strict=True):
         largest = _distance(param, copy)
         scale = float(copy.detach().abs().max()) if copy.numel() else 0.0
         state, expected = optimizer.own_state.get(param, {}), twin.own_state.get(copy, {})

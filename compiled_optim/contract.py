@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 PACKAGE = __name__.partition(".")[0]
 NOT_A_RULES_FILE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 
+TOTAL = "total"
+"""What a program gives to rules that ask for it: adds up sums over shards."""
+
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from options()"
 NUMBER = (
     "keep it a 0-dim tensor, which torch._foreach_mul(tensors, scalar) takes; numbers known beforehand are scalars()"
@@ -239,7 +242,8 @@ def _check_arguments(rule: type[Optimizer], given: Sequence[str]) -> None:
     """Whether ``update`` takes what it will be given."""
     # the first two are params and grads, by position
     takes = list(inspect.signature(rule.update).parameters.values())[2:]
-    missing = [p.name for p in takes if p.default is p.empty and p.name not in given and p.kind is not p.VAR_KEYWORD]
+    known = {*given, TOTAL}
+    missing = [p.name for p in takes if p.default is p.empty and p.name not in known and p.kind is not p.VAR_KEYWORD]
     where = _definition(rule.update)
     if missing:
         remedy = "a state is named in state_names or initial_state(), a number in scalars(), a bool in options()"

@@ -246,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
         if "_tracker" not in self.__dict__:  # else load_state_dict: another state, the same parameters
             self._start()
-            self._tracker.see(self.all_params())
+            self._tracker.see(self._params())
         self._plan = None
         self.state_was_seen = True
 
@@ -275,12 +275,12 @@ class Optimizer(torch.optim.Optimizer):
         Assumes that every parameter gets a gradient; those that have no memory yet are left out.
         """
         with torch.no_grad():
-            params = [param.detach() if has_memory(param) else None for param in self.all_params()]
+            params = [param.detach() if has_memory(param) else None for param in self._params()]
             compile_units(self, collect(self, params), bar=sys.stderr.isatty())
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
-        devices = dict.fromkeys(param.device for param in self.all_params())
+        devices = dict.fromkeys(param.device for param in self._params())
         in_use = dict.fromkeys(self.backend_for(device) for device in devices)
         batches = self._plan.batches if self._plan is not None else []
         units = self._account.reports()
@@ -310,10 +310,6 @@ class Optimizer(torch.optim.Optimizer):
         """The state, for use in this package."""
         state: defaultdict[Tensor, Any] = self.__dict__["state"]
         return state
-
-    def all_params(self) -> list[Tensor]:
-        """The parameters of all groups, in their order."""
-        return [param for group in self.param_groups for param in group["params"]]
 
     def parameter_names(self) -> list[str]:
         """How messages name each parameter, in their order."""
@@ -389,11 +385,11 @@ class Optimizer(torch.optim.Optimizer):
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # all that torch.no_grad() does, without its 3 µs
         try:
-            params = self.all_params()
+            params = self._params()
             grads = [param.grad for param in params]
             if not self._in_place(params, grads):
                 self._plan = self._new_plan()
-                grads = [param.grad for param in self.all_params()]
+                grads = [param.grad for param in self._params()]
             assert self._plan is not None
             self._plan.run(self, grads)
         finally:
@@ -422,6 +418,9 @@ class Optimizer(torch.optim.Optimizer):
         self._account = Account()
         self._stepped = False
 
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _in_place(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether the plan still describes the optimizer and everything is where it was."""
         return self._plan is not None and self._tracker.undisturbed() and self._plan.fits(self, params, grads)
@@ -442,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _new_plan(self) -> Plan:
         with self._following():
-            params = self.all_params()
+            params = self._params()
             grads = [param.grad for param in params]
             return Plan(self, collect(self, grads), params, grads)
 

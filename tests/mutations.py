@@ -322,7 +322,7 @@ class World:
 
     def copyable(self) -> bool:
         """Tensors of the test device cannot be copied with deepcopy."""
-        return all(param.device.type == "cpu" for param in self.optimizer.all_params())
+        return all(param.device.type == "cpu" for param in self.optimizer._params())
 
     def device(self) -> torch.device:
         return next(self.net.parameters()).device

@@ -10,7 +10,7 @@ import torch
 
 import compiled_optim as co
 from compiled_optim import contract
-from compiled_optim.lists import blend_, minus_scaled_, norms
+from compiled_optim.lists import blend_, minus_scaled_
 
 from .helpers import parameters
 
@@ -38,9 +38,9 @@ class Momentum(co.Optimizer):
 class Branches(Momentum):
     @staticmethod
     def update(params, grads, *, lr, **rest):
-        for param, grad, norm in zip(params, grads, norms(grads), strict=True):
-            if norm > 1:  # HERE
-                grad = grad / norm
+        for param, grad in zip(params, grads, strict=True):
+            if grad.norm() > 1:  # HERE
+                grad = grad / grad.norm()
             param.sub_(grad * lr)
 
 
@@ -226,7 +226,7 @@ def test_a_message():
     first, second, third = str(raised.value).splitlines()
     assert first == "Branches.update branches on the value of a tensor"
     assert second.startswith("  at ")
-    assert second.endswith(", in update: if norm > 1:  # HERE")
+    assert second.endswith(", in update: if grad.norm() > 1:  # HERE")
     assert third.startswith("  remedy: choose by torch.where(")
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     assert isinstance(raised.value, TypeError)

@@ -102,7 +102,7 @@ def test_where_units_came_from_and_why_they_were_recompiled():
 
 def signature_of(kind="signature", shapes=((3,),), dtype=torch.float32, **options):
     optimizer = co.Adam(parameters(shapes, dtype), **{"weight_decay": 0.1, **options})
-    (spec,) = collect(optimizer, optimizer.all_params())
+    (spec,) = collect(optimizer, optimizer._params())
     ((lane, _),) = spec.cut()
     return getattr(spec, kind)(lane)
 

@@ -41,7 +41,7 @@ def optimizer(name: str, shapes=TWENTY, dtype: torch.dtype = torch.float32, **op
 def signatures(optimizer: co.Optimizer, backend: Backend, device: str) -> list[Signature]:
     """What a step of this optimizer has compiled where its parameters are on another device."""
     found = []
-    for spec in collect(optimizer, optimizer.all_params()):
+    for spec in collect(optimizer, optimizer._params()):
         kinds = [spec.norm_signature, spec.signature] if optimizer.clips_any() else [spec.signature]
         for lane, _ in backend.cut(spec.shapes()):
             found += [elsewhere(kind(lane), device) for kind in kinds]

@@ -49,6 +49,8 @@ BertAdam      12
 Adadelta       1
 RMSprop        1
 RMSpropTF      1
+Lion           1
+Adan           2
 AdamW clipped 11""",
     )
     for case, count in launches.items():
