@@ -124,6 +124,8 @@ def trace(
         cause = error.inner_exception
         if isinstance(cause, exc.InvalidCxxCompiler | exc.CppCompileError | CalledProcessError):
             raise BackendUnavailableError(f"the C++ compiler does not work: {cause}\n{COMPILER_REMEDY}") from None
+        if isinstance(cause, OSError):
+            raise store.unusable(cause) from error
         raise
     except RuntimeError as error:
         if "no compiled frames" not in str(error):

@@ -25,6 +25,7 @@ import compiled_optim
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.graph import Place
 from compiled_optim.contract import is_ours
+from compiled_optim.errors import BackendUnavailableError
 
 FOLDER = "compiled_optim"
 
@@ -90,6 +91,14 @@ def directory() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()).resolve()
+
+
+def unusable(error: OSError) -> BackendUnavailableError:
+    """The error where that directory cannot be written to."""
+    return BackendUnavailableError(
+        f"Inductor's cache directory cannot be used: {error}; set the environment variable TORCHINDUCTOR_CACHE_DIR to "
+        "a directory that can be written to, or pass compile=False to run the same step eagerly"
+    )
 
 
 def kept() -> int:

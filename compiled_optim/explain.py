@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from compiled_optim.account import COMPILED, FROM_DISK, FROM_PROCESS, UnitReport
+from compiled_optim.events import counted
 
 if TYPE_CHECKING:
     from compiled_optim.backends import Backend
@@ -114,8 +115,9 @@ class Explanation:
         if not self.batches:
             return facts
         total = sum(batch.tensors for batch in self.batches)
-        facts += f": {total} tensors in {self.calls_per_step} calls a step"
-        return facts + (f", {self.graphs} graphs with {self.kernels} kernels" if self.graphs else "")
+        facts += f": {counted(total, 'tensor')} in {counted(self.calls_per_step, 'call')} a step"
+        kernels = f", {counted(self.graphs, 'graph')} with {counted(self.kernels, 'kernel')}"
+        return facts + (kernels if self.graphs else "")
 
     def _batches(self) -> str:
         if not self.batches:
@@ -130,9 +132,9 @@ class Explanation:
     def _units(self) -> str:
         rows = [(u.name, u.device, u.kernels, f"{u.seconds:.2f}" if u.seconds else "", u.source) for u in self.units]
         sources = [unit.source for unit in self.units]
-        counted = [f"{sources.count(s)} {s}" for s in (COMPILED, FROM_DISK, FROM_PROCESS) if s in sources]
+        numbers = [f"{sources.count(s)} {s}" for s in (COMPILED, FROM_DISK, FROM_PROCESS) if s in sources]
         table = tabulate(rows, headers=("unit", "device", "kernels", "seconds", "from"), disable_numparse=True)
-        return f"{table}\n{self.compile_seconds:.2f} s in all: {', '.join(counted)}"
+        return f"{table}\n{self.compile_seconds:.2f} s in all: {', '.join(numbers)}"
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from compiled_optim.backends import Backend, Signature
-from compiled_optim.events import logger
+from compiled_optim.events import counted, logger
 
 Units = Mapping[Signature, Backend]
 
@@ -49,14 +49,10 @@ def announcement(optimizer: str, units: Units) -> str:
     new = {signature: backend for signature, backend in units.items() if not backend.keeps(signature)}
     where = ", ".join(map(str, caches))
     if not new:
-        return f"loading {_count(len(units))} for {optimizer} on {devices} from {where}"
+        return f"loading {counted(len(units), 'unit')} for {optimizer} on {devices} from {where}"
     seconds = sum(backend.seconds_per_unit for backend in new.values())
     seconds += COMPILER_IMPORT_SECONDS * ("torch._inductor.compile_fx" not in sys.modules)
-    seconds += NEW_DIRECTORY_SECONDS * any(not cache.exists() for cache in caches)
+    seconds += NEW_DIRECTORY_SECONDS * any(not any(cache.iterdir()) for cache in caches)
     rest = f" ({len(units) - len(new)} more from disk)" if len(new) < len(units) else ""
     kept = f"; cached afterwards in {where}" if caches else ""
-    return f"compiling {_count(len(new))}{rest} for {optimizer} on {devices}, about {seconds:.0f} s{kept}"
-
-
-def _count(units: int) -> str:
-    return f"{units} units" if units > 1 else "1 unit"
+    return f"compiling {counted(len(new), 'unit')}{rest} for {optimizer} on {devices}, about {seconds:.0f} s{kept}"
