@@ -133,7 +133,7 @@ class _Trial:
         }
         self.shapes = shapes
         self.shared = torch.rand(len(program.scalars), generator=generator, dtype=torch.float32, device="cpu") + 0.5
-        self.read: set[int] = set()
+        self.read: dict[int, str] = {}  # where it was last
         self.written: set[int] = set()
         self.grads = {_memory(grad) for grad in self.lists["grads"]}
         self.memories = {name: [_memory(tensor) for tensor in tensors] for name, tensors in self.lists.items()}
@@ -150,7 +150,7 @@ class _Trial:
             raise RuleError(f"{rule} fails on two small tensors: {error}", self._where(error), remedy) from error
         for name, tensors in self.lists.items():
             if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes, strict=True)):
-                where = _rebinding(self.program.update, name)
+                where = _rebinding(self.program.update, name) or _definition(self.program.update)
                 raise RuleError(
                     f"{rule} changes the shape of {name!r}", where, "a state has the shape of its parameter"
                 )
@@ -159,15 +159,18 @@ class _Trial:
     def _check_written(self, rule: str, name: str) -> None:
         unwritten = [memory for memory in self.memories[name] if memory not in self.written]
         # a state that is not even read does no harm
-        if name == "grads" or not (unwritten if name == "params" else self.read.intersection(unwritten)):
+        if name != "params":
+            unwritten = [memory for memory in unwritten if memory in self.read]
+        if name == "grads" or not unwritten:
             return
+        where = _rebinding(self.program.update, name) or self.read.get(unwritten[0]) or _definition(self.program.update)
         what = (
             "does not change every parameter" if name == "params" else f"reads the state {name!r}, but never changes it"
         )
         remedy = (
             f"write to its tensors in place, all of them: torch._foreach_mul_({name}, ...), _foreach_copy_({name}, ...)"
         )
-        raise RuleError(f"{rule} {what}", _rebinding(self.program.update, name), remedy)
+        raise RuleError(f"{rule} {what}", where, remedy)
 
     def _where(self, error: Exception) -> str:
         return _innermost(traceback.extract_tb(error.__traceback__)) or _definition(self.program.update)
@@ -210,7 +213,10 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if writes and memory in self.trial.grads:
                 remedy = "compute a new list: grads = torch._foreach_add(grads, ...), without the last underscore"
                 raise RuleError(f"{self.rule} writes to the gradients, which belong to the user", "", remedy)
-            (self.trial.written if writes else self.trial.read).add(memory)
+            if writes:
+                self.trial.written.add(memory)
+            else:
+                self.trial.read[memory] = _current_line() or ""
         return func(*args, **(kwargs or {}))
 
 
@@ -275,14 +281,22 @@ def _innermost(stack: Sequence[traceback.FrameSummary]) -> str | None:
     return _place(users[-1].filename, users[-1].lineno or 0, users[-1].name) if users else None
 
 
-def _rebinding(update: Callable[..., Any], name: str) -> str:
-    """Where an argument's name is bound to something else, or else where the function is defined."""
+def _current_line() -> str | None:
+    """The line of the rule that is being run."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_A_RULES_FILE):
+        frame = frame.f_back
+    return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else None
+
+
+def _rebinding(update: Callable[..., Any], name: str) -> str | None:
+    """Where an argument's name is bound to something else, if it is."""
     code = inspect.unwrap(update).__code__
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno if instruction.positions is not None else None
         if instruction.opname == "STORE_FAST" and instruction.argval == name and line is not None:
             return _place(code.co_filename, line, code.co_name)
-    return _definition(update)
+    return None
 
 
 def _place(file: str, line: int, function: str) -> str:

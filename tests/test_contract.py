@@ -83,11 +83,19 @@ class RebindsAState(Momentum):
 
 
 class ReplacesItemsOfAState(Momentum):
-    @staticmethod  # HERE
+    @staticmethod
     def update(params, grads, *, buffer, lr, momentum, **rest):
         for i, grad in enumerate(grads):
-            buffer[i] = momentum * buffer[i] + grad
+            buffer[i] = momentum * buffer[i] + grad  # HERE
         minus_scaled_(params, buffer, lr)
+
+
+class RebindsAnItem(Momentum):
+    @staticmethod
+    def update(params, grads, *, buffer, lr, momentum, **rest):
+        for param, grad, state in zip(params, grads, buffer, strict=True):
+            state = momentum * state + grad  # HERE
+            param -= lr * state
 
 
 class RebindsTheParameters(Momentum):
@@ -184,6 +192,7 @@ BROKEN = [
     (PrintsATensor, "prints a tensor", "compile=False"),
     (RebindsAState, "reads the state 'buffer', but never changes it", "_foreach_copy_(buffer, ...)"),
     (ReplacesItemsOfAState, "reads the state 'buffer', but never changes it", "_foreach_copy_(buffer, ...)"),
+    (RebindsAnItem, "reads the state 'buffer', but never changes it", "in place"),
     (RebindsTheParameters, "does not change every parameter", "_foreach_mul_(params, ...)"),
     (StepsTheFirstParameter, "does not change every parameter", "all of them"),
     (WritesToGradients, "writes to the gradients", "without the last underscore"),
