@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,8 @@ class Backend(ABC):
     name: str
     devices: tuple[str, ...] = ()
     compiles: bool = True
+    seconds_per_unit: float = 5.0
+    """About how long a unit takes to compile, to be told before."""
     by_address: bool = False
     """Whether units only take the address of a gradient, so that nobody has to view it in the shape of its lane."""
 
@@ -116,9 +119,17 @@ class Backend(ABC):
     def compile(self, signature: Signature) -> Unit:
         """Compile the unit for a signature, without touching any of the user's tensors."""
 
-    def knows(self, signature: Signature) -> bool:
-        """Whether the unit for this signature has been compiled already."""
-        return signature in self._units
+    def cache(self) -> Path | None:
+        """The directory where other processes find what this one compiled, if there is one."""
+        return None
+
+    def keeps(self, signature: Signature) -> bool:
+        """Whether the unit for this signature seems to be in the cache, so that it is loaded instead of compiled."""
+        return False
+
+    def compiles_anew(self, signature: Signature) -> bool:
+        """Whether asking for the unit of this signature will compile or load it, which may take a while."""
+        return self.compiles and signature not in self._units
 
     def unit(self, signature: Signature) -> Unit:
         """The unit for this signature, compiled if this is the first time it is asked for."""

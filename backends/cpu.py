@@ -13,14 +13,16 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.backends import store
 from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
 from compiled_optim.backends.graph import Graph
-from compiled_optim.backends.inductor import COMPILER_REMEDY, capture
+from compiled_optim.backends.inductor import COMPILER_REMEDY, capture, settings
 from compiled_optim.program import TensorLists
 
 PARALLEL = Lane("parallel", 2)
@@ -75,6 +77,17 @@ class CpuBackend(Backend):
     name = "cpu"
     devices = ("cpu",)
     by_address = True
+
+    seconds_per_unit = 2.5
+
+    def cache(self) -> Path | None:
+        """Inductor's."""
+        return store.directory()
+
+    def keeps(self, signature: Signature) -> bool:
+        """Whether there is a record of a graph like this."""
+        kind = signature.lane.kind
+        return store.keeps(signature, settings(HINTS[kind], OPTIONS[kind]))
 
     def available(self) -> Availability:
         """Whether there is a C++ compiler where Inductor will look for one."""

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-NAMES = ("abs", "add", "copy", "div", "maximum", "minimum", "mul", "neg", "reciprocal", "sqrt", "sub")
+NAMES = (
+    *("abs", "copy", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "tanh"),
+    *("add", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "pow", "sub"),
+)
+BY_A_NUMBER = {"maximum": "clamp_min", "minimum": "clamp_max"}
 OVERLOADS = ("default", "List", "Scalar", "ScalarList", "Tensor")
 
 
@@ -24,7 +28,8 @@ def foreach_decompositions(has_converter: Callable[[OpOverload], bool]) -> dict[
         for overload in set(OVERLOADS) & set(packet.overloads()):
             operation = getattr(packet, overload)
             if not has_converter(operation):
-                found[operation] = _copies if name == "copy" else _each(name)
+                single = BY_A_NUMBER.get(name, name) if overload.startswith("Scalar") else name
+                found[operation] = _copies if name == "copy" else _each(single)
             elif overload == "List":
                 found[operation] = _each_unless_alike(name)
     return found

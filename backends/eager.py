@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
 from compiled_optim.program import Program, TensorLists
+
+EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
+
+
+def asked_for_eager() -> bool:
+    """Whether the environment asks for eager steps in the whole run."""
+    return os.environ.get(EAGER_VARIABLE, "0") not in ("", "0")
 
 
 class EagerUnit(Unit):

@@ -29,6 +29,7 @@ from compiled_optim.backends import store
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.direct import only_kernel
 from compiled_optim.backends.graph import SHARED, SIZES, Graph, Place
+from compiled_optim.contract import untraceable
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Program, TensorLists
 
@@ -46,18 +47,23 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
         options: Inductor settings for this compilation only.
     """
     start = time.perf_counter()
-    settings = {**options, "hint": hint}
+    key = settings(hint, options)
     with torch.inference_mode(False), torch.no_grad():
-        known = store.load(signature, settings)
+        known = store.load(signature, key)
         graph = Graph(*known, from_disk=True) if known is not None else None
         if graph is None or not _agrees(signature, graph):
             graph = _compile(signature, hint, options)
             if not _agrees(signature, graph):
                 raise disagreement(signature)
-            store.save(signature, settings, graph.run, graph.inputs, graph.kernels)
+            store.save(signature, key, graph.run, graph.inputs, graph.kernels)
         graph = _straightened(signature, graph)
     graph.seconds = time.perf_counter() - start
     return graph
+
+
+def settings(hint: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a graph depends on besides its signature: it is kept on disk under both."""
+    return {**options, "hint": hint}
 
 
 def _compile(signature: Signature, hint: int, options: Mapping[str, Any]) -> Graph:
@@ -112,10 +118,14 @@ def trace(
                 dynamic=False,
                 options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
             )(lists, shared)
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.TorchRuntimeError) as error:
+        raise untraceable(signature.program, error) from error
     except exc.InductorError as error:
         cause = error.inner_exception
         if isinstance(cause, exc.InvalidCxxCompiler | exc.CppCompileError | CalledProcessError):
             raise BackendUnavailableError(f"the C++ compiler does not work: {cause}\n{COMPILER_REMEDY}") from None
+        if isinstance(cause, OSError):
+            raise store.unusable(cause) from error
         raise
     except RuntimeError as error:
         if "no compiled frames" not in str(error):

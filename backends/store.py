@@ -24,6 +24,8 @@ import torch
 import compiled_optim
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.graph import Place
+from compiled_optim.contract import is_ours
+from compiled_optim.errors import BackendUnavailableError
 
 FOLDER = "compiled_optim"
 
@@ -69,6 +71,11 @@ def save(
         return
 
 
+def keeps(signature: Signature, settings: Mapping[str, Any]) -> bool:
+    """Whether :func:`load` will find a record."""
+    return _covered(signature) and _path(signature, settings).exists()
+
+
 def _rule(signature: Signature) -> Any:
     """What a program's source is: its update rule, or its class."""
     return getattr(signature.program, "update", type(signature.program))
@@ -76,7 +83,7 @@ def _rule(signature: Signature) -> Any:
 
 def _covered(signature: Signature) -> bool:
     """Whether the name of the record covers the rule: a user's rule may depend on more than its own source."""
-    return str(_rule(signature).__module__).split(".")[0] == compiled_optim.__name__
+    return is_ours(_rule(signature))
 
 
 def directory() -> Path:
@@ -84,6 +91,14 @@ def directory() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()).resolve()
+
+
+def unusable(error: OSError) -> BackendUnavailableError:
+    """The error where that directory cannot be written to."""
+    return BackendUnavailableError(
+        f"Inductor's cache directory cannot be used: {error}; set the environment variable TORCHINDUCTOR_CACHE_DIR to "
+        "a directory that can be written to, or pass compile=False to run the same step eagerly"
+    )
 
 
 def kept() -> int:

@@ -11,10 +11,13 @@
 from compiled_optim.adadelta import Adadelta
 from compiled_optim.adam import Adam, AdamW
 from compiled_optim.adamp import AdamP
+from compiled_optim.adan import Adan
 from compiled_optim.bertadam import BertAdam
-from compiled_optim.errors import BackendUnavailableError, ReallocationError
+from compiled_optim.compare import Comparison
+from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.explain import Explanation
 from compiled_optim.lamb import Lamb
+from compiled_optim.lion import Lion
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.sgd import SGD
@@ -25,12 +28,16 @@ __all__ = [
     "Adam",
     "AdamP",
     "AdamW",
+    "Adan",
     "BackendUnavailableError",
     "BertAdam",
+    "Comparison",
     "Explanation",
     "Lamb",
+    "Lion",
     "Optimizer",
     "RMSprop",
     "RMSpropTF",
     "ReallocationError",
+    "RuleError",
 ]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from compiled_optim import doctor
+from compiled_optim import doctor, warmup
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,8 +14,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compiled_optim", description="Compiled PyTorch optimizers.")
     commands = parser.add_subparsers(required=True, dest="command")
     command = commands.add_parser("doctor", help="what this machine can compile for, and why not for the rest")
-    command.set_defaults(run=doctor.run)
-    return int(parser.parse_args(arguments).run())
+    command.set_defaults(run=lambda _: doctor.run())
+    command = commands.add_parser("warmup", help="compile an optimizer's units into the cache directory")
+    warmup.add_arguments(command)
+    command.set_defaults(run=warmup.run)
+    parsed = parser.parse_args(arguments)
+    return int(parsed.run(parsed))
 
 
 if __name__ == "__main__":

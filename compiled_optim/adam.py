@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checks import check_adam
 from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, plus_scaled, shifted
 from compiled_optim.optimizer import Optimizer, TorchOptions
 
@@ -54,9 +53,6 @@ class Adam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults, **options)
-
-    def check(self, group: dict[str, Any]) -> None:
-        check_adam(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         moments = {"exp_avg": 0.0, "exp_avg_sq": 0.0}

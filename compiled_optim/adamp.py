@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checks import check_adam, check_not_negative
+from compiled_optim.checks import check_not_negative
 from compiled_optim.lists import (
     TensorList,
     Total,
@@ -69,7 +69,7 @@ class AdamP(Optimizer):
         super().__init__(params, defaults, **options)
 
     def check(self, group: dict[str, Any]) -> None:
-        check_adam(group)
+        super().check(group)
         check_not_negative("delta value", group["delta"])
         check_not_negative("wd_ratio value", group["wd_ratio"])
 

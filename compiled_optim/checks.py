@@ -23,10 +23,10 @@ def check_not_negative(name: str, value: Number) -> None:
         raise ValueError(f"Invalid {name}: {value}")
 
 
-def check_betas(betas: Sequence[Number]) -> None:
-    """Decay rates lie in [0, 1) and are both numbers or both tensors."""
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}; two values are needed")
+def check_betas(betas: Sequence[Number], count: int) -> None:
+    """So many decay rates, which lie in [0, 1) and are all numbers or all tensors."""
+    if len(betas) != count:
+        raise ValueError(f"Invalid betas: {betas}; {count} values are needed")
     for i, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{i}] must be 1-element")
@@ -36,9 +36,13 @@ def check_betas(betas: Sequence[Number]) -> None:
         raise ValueError("betas must be either both floats or both Tensors")
 
 
-def check_adam(group: dict[str, Any]) -> None:
-    """The hyperparameters of Adam and its relatives."""
-    check_lr(group["lr"])
-    check_not_negative("epsilon value", group["eps"])
-    check_betas(group["betas"])
-    check_not_negative("weight_decay value", group["weight_decay"])
+def check_usual(group: dict[str, Any], betas: int = 2) -> None:
+    """Whichever a group has of ``lr``, ``eps``, ``betas`` (so many of them) and ``weight_decay``."""
+    if "lr" in group:
+        check_lr(group["lr"])
+    if "eps" in group:
+        check_not_negative("epsilon value", group["eps"])
+    if "betas" in group:
+        check_betas(group["betas"], betas)
+    if "weight_decay" in group:
+        check_not_negative("weight_decay value", group["weight_decay"])

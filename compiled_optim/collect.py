@@ -90,6 +90,12 @@ class BatchSpec:
         """The shape each parameter is viewed in."""
         return [layout.view_shape(entry.local, self.rows) for entry in self.entries]
 
+    def kinds(self, clips: bool) -> list[Callable[[Lane], Signature]]:
+        """The signatures of the calls a step makes on one lane, in their order."""
+        norm = [self.norm_signature] if clips else []
+        measure = [self.measure_signature] if self.sums else []
+        return [*norm, *measure, self.signature]
+
     def signature(self, lane: Lane) -> Signature:
         """The signature of the update on one lane; of its second phase if it has two."""
         if not self.sums:

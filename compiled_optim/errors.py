@@ -44,5 +44,16 @@ class ReallocationError(RuntimeError):
         return type(self), (self.changes,)
 
 
+class RuleError(TypeError):
+    """An update rule does not keep its contract: ``what`` it does, ``where``, and the ``remedy``."""
+
+    def __init__(self, what: str, where: str, remedy: str) -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        super().__init__(f"{what}\n  at {where}\n  remedy: {remedy}")
+
+    def __reduce__(self) -> tuple[type[RuleError], tuple[str, str, str]]:
+        return type(self), (self.what, self.where, self.remedy)
+
+
 class NesterovError(ValueError, TypeError):
     """Nesterov momentum without momentum or with dampening: torch raises ValueError, torch_npu documents TypeError."""

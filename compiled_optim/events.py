@@ -9,6 +9,11 @@ from compiled_optim.change import Change
 logger = logging.getLogger("compiled_optim")
 
 
+def counted(number: int, thing: str) -> str:
+    """So many things, in words for a person."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 class Events:
     """The changes an optimizer has followed."""
 

@@ -1,53 +1,58 @@
-"""What ``optimizer.explain()`` returns: what was compiled, for which device, and what happened since."""
+"""What ``optimizer.explain()`` returns: how a step runs, what was compiled for it, and what happened since."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from compiled_optim.account import COMPILED, FROM_DISK, FROM_PROCESS, UnitReport
+from compiled_optim.events import counted
+
 if TYPE_CHECKING:
     from compiled_optim.backends import Backend
+    from compiled_optim.collect import BoundCall
     from compiled_optim.plan import Batch, Plan
 
 
 @dataclass(frozen=True)
 class BatchReport:
-    """One batch: parameters that are stepped together."""
+    """One batch: parameters that are stepped together. ``units`` names what it calls, ``calls`` how often in a step."""
 
     tensors: int
     elements: int
     dtype: str
     device: str
     backend: str
-    units: str
+    units: tuple[str, ...]
     calls: int
 
     @classmethod
-    def of(cls, batch: Batch, calls: int) -> BatchReport:
-        """Report on a batch that makes so many calls a step."""
+    def of(cls, batch: Batch, calls: Sequence[BoundCall]) -> BatchReport:
+        """Report on a batch that makes these calls in a step."""
         return cls(
             tensors=len(batch.params),
             elements=sum(math.prod(shape) for shape in batch.spec.shapes()),
             dtype=str(batch.params[0].dtype).removeprefix("torch."),
             device=str(batch.params[0].device),
             backend=batch.spec.backend.name,
-            units=", ".join(dict.fromkeys(str(call.signature) for call in batch.calls)),
-            calls=calls,
+            units=tuple(dict.fromkeys(str(call.signature) for call in calls)),
+            calls=len(calls),
         )
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A snapshot of how an optimizer runs. ``print`` it for a table.
+    """A snapshot of how an optimizer runs. ``print`` it for tables.
 
     ``mode`` is "compiled" or "eager"; ``backends`` the names in use; ``graphs`` and ``kernels`` count the compiled
     units this optimizer calls and the loops or kernels in them; ``calls_per_step`` how often it calls one in a step;
     ``compile_seconds`` how long it waited for compilation; ``recompiles`` how many units it had to compile after its
-    first step; ``events`` what the guard saw.
+    first step; ``events`` what the guard saw. ``batches`` and ``units`` are the rows of the tables, ``advice`` is what
+    seems odd and what to do about it.
     """
 
     optimizer: str
@@ -60,6 +65,8 @@ class Explanation:
     recompiles: int
     events: tuple[str, ...]
     batches: tuple[BatchReport, ...]
+    units: tuple[UnitReport, ...]
+    advice: tuple[str, ...]
 
     @classmethod
     def of(
@@ -67,50 +74,68 @@ class Explanation:
         optimizer: str,
         backends: Sequence[Backend],
         plan: Plan | None,
-        compile_seconds: float,
-        recompiles: int,
+        units: Sequence[UnitReport],
         events: Sequence[str],
+        advice: Iterable[str],
     ) -> Explanation:
         """Explain a plan, or that there is none yet."""
         batches = plan.batches if plan is not None else []
         measuring = plan.scaling.calls if plan is not None else []
         calls = [[*batch.every_call(), *norms] for batch, norms in zip(batches, measuring, strict=True)]
-        units = {id(call.unit): call.unit for batch_calls in calls for call in batch_calls}
+        called = {id(call.unit): call.unit for batch_calls in calls for call in batch_calls}
         return cls(
             optimizer=optimizer,
             mode="compiled" if any(backend.compiles for backend in backends) else "eager",
             backends=tuple(backend.name for backend in backends),
-            graphs=sum(unit.graphs for unit in units.values()),
-            kernels=sum(unit.kernels for unit in units.values()),
+            graphs=sum(unit.graphs for unit in called.values()),
+            kernels=sum(unit.kernels for unit in called.values()),
             calls_per_step=sum(map(len, calls)),
-            compile_seconds=compile_seconds,
-            recompiles=recompiles,
+            compile_seconds=sum(unit.seconds for unit in units),
+            recompiles=sum(bool(unit.reason) for unit in units),
             events=tuple(events),
             batches=tuple(
-                BatchReport.of(batch, len(batch_calls)) for batch, batch_calls in zip(batches, calls, strict=True)
+                BatchReport.of(batch, batch_calls) for batch, batch_calls in zip(batches, calls, strict=True)
             ),
+            units=tuple(units),
+            advice=tuple(advice),
         )
 
     def __str__(self) -> str:
-        summary = [
-            ("mode", self.mode),
-            ("backends", ", ".join(self.backends)),
-            ("graphs", self.graphs),
-            ("kernels", self.kernels),
-            ("calls per step", self.calls_per_step),
-            ("compile seconds", f"{self.compile_seconds:.2f}"),
-            ("recompiles", self.recompiles),
-        ]
-        parts = [self.optimizer, tabulate(summary, tablefmt="plain")]
-        if self.batches:
-            rows = [
-                (b.tensors, f"{b.elements:,}", b.dtype, b.device, b.backend, b.units, b.calls) for b in self.batches
-            ]
-            headers = ("tensors", "elements", "dtype", "device", "backend", "units", "calls")
-            parts.append(tabulate(rows, headers=headers, colalign=("right", "right")))
-        else:
-            parts.append("no step has been made yet")
-        parts.append(
-            "\n".join(["guard events:", *(f"  {event}" for event in self.events)]) if self.events else "no guard events"
-        )
+        parts = [self._summary(), self._batches()]
+        if self.units:
+            parts.append(self._units())
+        parts.append(_listed("recompiles", [f"{unit.name}: {unit.reason}" for unit in self.units if unit.reason]))
+        parts.append(_listed("guard events", self.events))
+        if self.advice:
+            parts.append(_listed("advice", self.advice))
         return "\n\n".join(parts)
+
+    def _summary(self) -> str:
+        facts = f"{self.optimizer}, {self.mode} ({', '.join(self.backends)})"
+        if not self.batches:
+            return facts
+        total = sum(batch.tensors for batch in self.batches)
+        facts += f": {counted(total, 'tensor')} in {counted(self.calls_per_step, 'call')} a step"
+        kernels = f", {counted(self.graphs, 'graph')} with {counted(self.kernels, 'kernel')}"
+        return facts + (kernels if self.graphs else "")
+
+    def _batches(self) -> str:
+        if not self.batches:
+            return "no step has been made yet"
+        rows = [
+            (b.tensors, f"{b.elements:,}", b.dtype, b.device, b.backend, "\n".join(b.units), b.calls)
+            for b in self.batches
+        ]
+        headers = ("tensors", "elements", "dtype", "device", "backend", "unit", "calls")
+        return tabulate(rows, headers=headers, colalign=("right", "right"))
+
+    def _units(self) -> str:
+        rows = [(u.name, u.device, u.kernels, f"{u.seconds:.2f}" if u.seconds else "", u.source) for u in self.units]
+        sources = [unit.source for unit in self.units]
+        numbers = [f"{sources.count(s)} {s}" for s in (COMPILED, FROM_DISK, FROM_PROCESS) if s in sources]
+        table = tabulate(rows, headers=("unit", "device", "kernels", "seconds", "from"), disable_numparse=True)
+        return f"{table}\n{self.compile_seconds:.2f} s in all: {', '.join(numbers)}"
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{title}:", *(f"  {line}" for line in lines)]) if lines else f"no {title}"

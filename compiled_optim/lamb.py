@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checks import check_adam
 from compiled_optim.clip import Clip
 from compiled_optim.lists import TensorList, Total, minus_scaled_, moment_scalars, moments_, settled, squares
 from compiled_optim.optimizer import EngineOptions, Optimizer
@@ -55,9 +54,6 @@ class Lamb(Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, **options)
-
-    def check(self, group: dict[str, Any]) -> None:
-        check_adam(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}

@@ -46,9 +46,10 @@ def minus_scaled_(tensors: TensorList, others: TensorList, scale: Tensor) -> Non
     torch._foreach_sub_(tensors, torch._foreach_mul(others, scale))
 
 
-def moment_scalars(beta1: float, beta2: float) -> dict[str, float]:
-    """The scalars of :func:`moments_`, by the names of its arguments."""
-    return {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2}
+def moment_scalars(*betas: float) -> dict[str, float]:
+    """``beta1``, ``gain1``, ``beta2`` ...: decay rates, and one minus each, as :func:`moments_` takes them."""
+    pairs = [((f"beta{i}", beta), (f"gain{i}", 1 - beta)) for i, beta in enumerate(betas, 1)]
+    return dict(item for pair in pairs for item in pair)
 
 
 def moments_(

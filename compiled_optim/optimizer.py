@@ -1,18 +1,18 @@
 """The base of all optimizers: a ``torch.optim.Optimizer`` whose step runs compiled units over batches.
 
-A subclass is a constructor and a formula. It says which hyperparameters the formula needs as numbers (``scalars``),
-which ones change the formula itself (``options``), which states it keeps (``initial_state``), and what it computes
-(``update``). Everything else is here and in the modules this one calls.
+A subclass is a constructor and a formula. It says which states it keeps (``state_names``), which numbers the formula
+needs (``scalars``), what changes the formula itself (``options``), and what it computes (``update``). Everything else
+is here and in the modules this one calls; docs/rules.md builds one.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -20,19 +20,22 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from compiled_optim import amp, backends, checkpoint, shards, states
+from compiled_optim import amp, backends, checkpoint, contract, shards, states
+from compiled_optim.account import Account
+from compiled_optim.advice import advice
 from compiled_optim.backends import Backend, Signature, Unit
+from compiled_optim.backends.eager import asked_for_eager
+from compiled_optim.checks import check_usual
 from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
+from compiled_optim.compare import Comparison, comparing
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
-from compiled_optim.events import Events, logger
+from compiled_optim.events import Events
 from compiled_optim.explain import Explanation
 from compiled_optim.lists import TensorList
 from compiled_optim.plan import Plan, compile_units
 from compiled_optim.program import UpdateProgram
 from compiled_optim.reallocation import Tracker, has_memory, undone_on_error
-
-EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
 TORCH_SWITCHES: dict[str, bool | None] = {
     "foreach": None,
@@ -76,7 +79,11 @@ class Optimizer(torch.optim.Optimizer):
         backend: a registered backend's name or a Backend; None picks one by each parameter's device.
         on_realloc: what to do when a parameter was reallocated: follow it ("recompile") or raise ReallocationError.
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is left as it is.
+        maximize: go up the gradients instead of down; ``defaults`` may set it instead.
     """
+
+    state_names: tuple[str, ...] = ()
+    """The states the rule keeps for each parameter, all of which start at zero; see :meth:`initial_state`."""
 
     counts_steps = True
     """Whether the rule keeps ``step`` in the state. If not, ``scalars`` sees 1 on the first step and more later."""
@@ -112,6 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         backend: str | Backend | None = None,
         on_realloc: Literal["recompile", "raise"] = "recompile",
         max_grad_norm: float | None = None,
+        maximize: bool = False,
         **switches: bool | None,
     ) -> None:
         unknown = switches.keys() - (TORCH_SWITCHES if self.has_torch_switches else {}).keys()
@@ -125,12 +133,13 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f'Invalid on_realloc value: {on_realloc!r}; use "recompile" or "raise"')
         if max_grad_norm is not None and not max_grad_norm >= 0.0:
             raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
-        self.compile = compile and os.environ.get(EAGER_VARIABLE, "0") in ("", "0")
+        self.compile = compile and not asked_for_eager()
         self.backend = backends.get(backend) if isinstance(backend, str) else backend
         self.on_realloc = on_realloc
         self.max_grad_norm = max_grad_norm
         self.unscales = False
         self._start()
+        defaults = {"maximize": maximize, **defaults}
         if self.has_torch_switches:
             defaults = {**defaults, **TORCH_SWITCHES, **switches}
         self.check(defaults)
@@ -142,11 +151,12 @@ class Optimizer(torch.optim.Optimizer):
     # ---- what a subclass defines
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if a hyperparameter is out of range."""
+        """Raise ValueError if a hyperparameter is out of range; this knows the usual ones, by torch's names."""
+        check_usual(group)
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """The states the rule keeps for each parameter, and the value each starts at."""
-        return {}
+        """The states the rule keeps for each parameter in this group, and the value each starts at."""
+        return dict.fromkeys(self.state_names, 0.0)
 
     def options(self, group: dict[str, Any]) -> dict[str, bool]:
         """What changes the formula rather than a number in it; each combination is compiled separately."""
@@ -215,8 +225,9 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for device in dict.fromkeys(param.device for param in group["params"]):
                 self.backend_for(device)
+            program = self.program(group)
             if any(type(param) not in shards.PLAIN for param in group["params"]):
-                names, program = self.parameter_names()[-len(group["params"]) :], self.program(group)
+                names = self.parameter_names()[-len(group["params"]) :]
                 for name, param in zip(names, group["params"], strict=True):
                     shards.refuse(type(self).__name__, name, param, program, self.rowwise)
         except Exception:
@@ -288,20 +299,38 @@ class Optimizer(torch.optim.Optimizer):
         self._tracker.watch(module)
 
     def warmup(self) -> None:
-        """Compile now what the first step will need, without making a step.
+        """Compile now what the first step will need, without making a step; on a terminal, show how far it is.
 
         Assumes that every parameter gets a gradient; those that have no memory yet are left out.
         """
         with torch.no_grad():
             grads = [shards.local(param).detach() if has_memory(param) else None for param in self._params()]
-            compile_units(self, collect(self, grads))
+            compile_units(self, collect(self, grads), bar=sys.stderr.isatty())
 
     def explain(self) -> Explanation:
         """What was compiled, for which devices, how much a step calls, and what the guard saw."""
         devices = dict.fromkeys(param.device for param in self._params())
         in_use = dict.fromkeys(self.backend_for(device) for device in devices)
-        record = (self._compile_seconds, self._recompiles, self._events.told())
-        return Explanation.of(type(self).__name__, list(in_use), self._plan, *record)
+        batches = self._plan.batches if self._plan is not None else []
+        units = self._account.reports()
+        odd = advice(self, batches, units)
+        return Explanation.of(type(self).__name__, list(in_use), self._plan, units, self._events.told(), odd)
+
+    def compare_eager(self) -> AbstractContextManager[Comparison]:
+        """Make the next step, within this context, both ways, and tell how far they come apart in each parameter.
+
+        The compiled step is the one that counts; the eager one is made on copies, which takes their memory meanwhile.
+
+        >>> import compiled_optim as co
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> opt = co.AdamW([weight])
+        >>> weight.sum().backward()
+        >>> with opt.compare_eager() as comparison:
+        ...     opt.step()
+        >>> comparison.largest < 1e-6
+        True
+        """
+        return comparing(self)
 
     # ---- what the plan asks for
 
@@ -322,8 +351,9 @@ class Optimizer(torch.optim.Optimizer):
         return {**self.defaults, **flags, **group}
 
     def program(self, group: dict[str, Any]) -> UpdateProgram:
-        """The program for a group's options."""
-        return UpdateProgram(
+        """The program for a group's options; raises RuleError if the rule cannot be one."""
+        contract.check_declarations(self, group)
+        program = UpdateProgram(
             name=type(self).__name__,
             update=type(self).update,
             states=tuple(self.initial_state(group)),
@@ -331,6 +361,9 @@ class Optimizer(torch.optim.Optimizer):
             options=tuple(self.options(group).items()),
             scaled=bool(group["maximize"]) or self.unscales or bool(self.clips(group, torch.float32)),
         )
+        if self.compile:
+            contract.try_out(self, program)
+        return program
 
     def clips_any(self) -> bool:
         """Whether gradients have to be measured before the update."""
@@ -362,13 +395,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def obtain(self, backend: Backend, signature: Signature) -> Unit:
         """The unit for a signature, compiled if need be, and on this optimizer's account."""
-        new = not backend.knows(signature)
+        new = backend.compiles_anew(signature)
         unit = backend.unit(signature)
-        if new and backend.compiles:
-            self._compile_seconds += unit.seconds
-            self._recompiles += self._stepped
-            how = "loaded" if unit.from_disk else "compiled"
-            logger.info("%s %s for %s in %.1f s", how, signature, signature.device, unit.seconds)
+        if backend.compiles:
+            self._account.note(signature, unit, new, late=self._stepped)
         return unit
 
     # ---- inside
@@ -423,9 +453,8 @@ class Optimizer(torch.optim.Optimizer):
         self._plan = None
         self._tracker = Tracker()
         self._events = Events(type(self).__name__)
+        self._account = Account()
         self._stepped = False
-        self._compile_seconds = 0.0
-        self._recompiles = 0
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

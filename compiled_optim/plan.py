@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compiled_optim import layout, shards, states
+from compiled_optim import layout, progress, shards, states
+from compiled_optim.backends import Backend, Signature
 from compiled_optim.clip import Scaling
 from compiled_optim.collect import BatchSpec, BoundCall, Tensors, picker
 from compiled_optim.guard import Guard
@@ -118,15 +119,19 @@ def _refitted(param: Tensor, rows: bool, dtype: torch.dtype, grad: Tensor) -> Te
     return layout.view(layout.like(param, grad, rows, dtype), rows)
 
 
-def compile_units(optimizer: Optimizer, specs: Sequence[BatchSpec]) -> None:
-    """Compile every unit that stepping these batches needs and that is not known yet."""
+def compile_units(optimizer: Optimizer, specs: Sequence[BatchSpec], bar: bool = False) -> None:
+    """Compile every unit that stepping these batches needs and that is not known yet; ``bar`` shows how far it is."""
+    needed: dict[Signature, Backend] = {}
     for spec in specs:
+        kinds = spec.kinds(optimizer.clips_any())
         for lane in dict.fromkeys(lane for lane, _ in spec.cut()):
-            optimizer.obtain(spec.backend, spec.signature(lane))
-            if spec.sums:
-                optimizer.obtain(spec.backend, spec.measure_signature(lane))
-            if optimizer.clips_any():
-                optimizer.obtain(spec.backend, spec.norm_signature(lane))
+            needed |= {kind(lane): spec.backend for kind in kinds}
+    new = {signature: backend for signature, backend in needed.items() if backend.compiles_anew(signature)}
+    with progress.told(type(optimizer).__name__, new, bar) as before:
+        for signature, backend in needed.items():
+            if signature in new:
+                before(signature)
+            optimizer.obtain(backend, signature)
 
 
 class Plan:

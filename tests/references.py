@@ -35,6 +35,30 @@ def lamb(
     return results
 
 
+def lion(ps, gs, memories, t, lr, betas=(0.9, 0.99), weight_decay=0.0):
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        m = memory.get("m", 0.0)
+        results.append(p - lr * (np.sign(betas[0] * m + (1 - betas[0]) * g) + weight_decay * p))
+        memory["m"] = betas[1] * m + (1 - betas[1]) * g
+    return results
+
+
+def adan(ps, gs, memories, t, lr, betas=(0.98, 0.92, 0.99), eps=1e-8, weight_decay=0.0):
+    """The paper's algorithm, with the bias corrections of its published code; its betas are one minus these."""
+    a1, a2, a3 = (1 - beta for beta in betas)
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        change = g - memory["g"] if "g" in memory else np.zeros_like(g)
+        memory["g"] = g
+        memory["m"] = (1 - a1) * memory.get("m", 0.0) + a1 * g
+        memory["v"] = (1 - a2) * memory.get("v", 0.0) + a2 * change
+        memory["n"] = (1 - a3) * memory.get("n", 0.0) + a3 * (g + (1 - a2) * change) ** 2
+        m, v, n = (memory[name] / (1 - (1 - a) ** t) for name, a in (("m", a1), ("v", a2), ("n", a3)))
+        results.append((p - lr / (np.sqrt(n) + eps) * (m + (1 - a2) * v)) / (1 + lr * weight_decay))
+    return results
+
+
 def bert_schedule(name, x, warmup):
     if x < warmup:
         return x / warmup

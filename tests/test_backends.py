@@ -7,6 +7,7 @@ import torch
 
 import compiled_optim as co
 from compiled_optim import backends
+from compiled_optim.backends.decompositions import foreach_decompositions
 
 from .helpers import run_python
 
@@ -116,3 +117,27 @@ import torch, compiled_optim as co
 print(co.AdamW([torch.nn.Parameter(torch.ones(2))]).explain().mode)
 """
     assert run_python(code, COMPILED_OPTIM_EAGER=value).strip() == mode
+
+
+ONE_LIST = ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "tanh")
+TWO_LISTS = ("add", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "pow", "sub")
+
+
+@pytest.mark.parametrize("name", [*ONE_LIST, *TWO_LISTS])
+def test_list_operations_taken_apart_compute_the_same(name):
+    """For compilers that convert none of them."""
+    decompositions = foreach_decompositions(lambda operation: False)
+    tensors = [torch.tensor([0.5, 2.0, 3.0]), torch.tensor([4.0])]
+    others = {"List": [tensors[::-1]], "Scalar": [1.5], "ScalarList": [[1.5, 2.5]], "Tensor": [torch.tensor(1.5)]}
+    packet = getattr(torch.ops.aten, f"_foreach_{name}")
+    overloads = {"default": []} if name in ONE_LIST else others
+    tried = [overload for overload in overloads if overload in packet.overloads()]
+    assert tried
+    for overload in tried:
+        operation = getattr(packet, overload)
+        for a, b in zip(
+            decompositions[operation](tensors, *overloads[overload]),
+            operation(tensors, *overloads[overload]),
+            strict=True,
+        ):
+            assert torch.equal(a, b), overload

@@ -55,6 +55,8 @@ REFERENCES = {
     "Lamb": with_formula(references.lamb),
     "BertAdam": with_formula(references.bert_adam),
     "RMSpropTF": with_formula(references.rmsprop_tf),
+    "Lion": with_formula(references.lion),
+    "Adan": with_formula(references.adan),
 }
 
 CASES = [
@@ -88,6 +90,10 @@ CASES = [
     ("AdamP", {}),
     ("AdamP", {"weight_decay": 0.1, "nesterov": True}),
     ("AdamP", {"weight_decay": 0.1, "delta": 5.0, "wd_ratio": 0.3, "eps": 1e-3}),
+    ("Lion", {}),
+    ("Lion", {"weight_decay": 0.1, "betas": (0.8, 0.95), "maximize": True}),
+    ("Adan", {}),
+    ("Adan", {"weight_decay": 0.1, "betas": (0.9, 0.7, 0.8), "eps": 1e-3, "maximize": True}),
 ]
 IDS = ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in CASES]
 
@@ -268,10 +274,10 @@ def test_lamb_global_norm_is_over_all_groups_and_leaves_gradients_alone(compiled
     assert optimizer.last_grad_norm.item() == pytest.approx(28**0.5)
 
 
-NINE = ["SGD", "Adam", "AdamW", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop", "RMSpropTF"]
+ALL = ["SGD", "Adam", "AdamW", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop", "RMSpropTF", "Lion", "Adan"]
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", ALL)
 def test_thirty_scheduled_steps_compile_nothing_new(name):
     from torch._dynamo.utils import counters
 
@@ -297,21 +303,30 @@ def test_thirty_scheduled_steps_compile_nothing_new(name):
     assert counters["stats"]["unique_graphs"] == compiled
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "AdamP"])
+def test_two_runs_agree_bit_for_bit(name, compiled):
+    """Reductions over threads included, by clipping and by the rules' own norms."""
+    runs = [parameters(SHAPES + LARGE) for _ in range(2)]
+    for params in runs:
+        train(lambda p: getattr(co, name)(p, max_grad_norm=1.0, compile=compiled), params, 5)
+    assert_close(*runs, 0)
+
+
 ERRORS = [
-    *(
-        (name, {"lr": -1.0}, "Invalid learning rate: -1.0")
-        for name in ("AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop", "RMSpropTF")
-    ),
+    *((name, {"lr": -1.0}, "Invalid learning rate: -1.0") for name in ALL[3:]),
     *(
         (name, {"eps": -1.0}, "Invalid epsilon value: -1.0")
-        for name in ("AdamP", "Lamb", "Adadelta", "RMSprop", "RMSpropTF")
+        for name in ("AdamP", "Lamb", "Adadelta", "RMSprop", "RMSpropTF", "Adan")
     ),
-    *((name, {"weight_decay": -1}, "Invalid weight_decay value: -1") for name in NINE[3:]),
+    *((name, {"weight_decay": -1}, "Invalid weight_decay value: -1") for name in ALL[3:]),
     *(
         (name, {"betas": betas}, f"Invalid beta parameter at index {i}: {betas[i]}")
-        for name in ("AdamP", "Lamb")
+        for name in ("AdamP", "Lamb", "Lion")
         for betas, i in [((1.0, 0.9), 0), ((0.9, -0.1), 1)]
     ),
+    ("Lion", {"betas": (0.9,)}, "Invalid betas: (0.9,); 2 values are needed"),
+    ("Adan", {"betas": (0.9, 0.9)}, "Invalid betas: (0.9, 0.9); 3 values are needed"),
+    ("Adan", {"betas": (0.9, 0.9, 1.0)}, "Invalid beta parameter at index 2: 1.0"),
     ("AdamP", {"delta": -0.1}, "Invalid delta value: -0.1"),
     ("AdamP", {"wd_ratio": float("nan")}, "Invalid wd_ratio value: nan"),
     ("BertAdam", {"warmup": 1.0}, "Invalid warmup: 1.0"),
@@ -339,7 +354,7 @@ def test_errors(name, options, message):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", ALL)
 def test_sparse_gradients_are_refused(name, compiled):
     params = parameters([(2, 2), (2, 2)])
     optimizer = getattr(co, name)(params, compile=compiled)

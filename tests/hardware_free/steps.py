@@ -1,4 +1,4 @@
-"""What the hardware-free tests compile: the nine optimizers over twenty tensors, weights and biases of many sizes."""
+"""What the hardware-free tests compile: all optimizers over twenty tensors, weights and biases of many sizes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adadelta": dict(weight_decay=0.01),
     "RMSprop": dict(momentum=0.9, centered=True),
     "RMSpropTF": dict(momentum=0.9, centered=True),
+    "Lion": dict(weight_decay=0.01),
+    "Adan": dict(weight_decay=0.01),
 }
 SPLIT = {"AdamP split": ("AdamP", {}), "Lamb split": ("Lamb", {})}
 """Rules that take sums over whole tensors, in the two phases they have where tensors are split over processes."""
@@ -51,11 +53,7 @@ def signatures(optimizer: co.Optimizer, backend: Backend, device: str, split: bo
     found = []
     for spec in collect(optimizer, optimizer._params()):
         spec.split = OnlyProcess() if split else None  # type: ignore[assignment]
-        kinds = [spec.signature]
-        if spec.sums:
-            kinds = [spec.measure_signature, spec.signature]
-        if optimizer.clips_any():
-            kinds = [spec.norm_signature, *kinds]
+        kinds = spec.kinds(optimizer.clips_any())
         for lane, _ in backend.cut(spec.shapes()):
             found += [elsewhere(kind(lane), device) for kind in kinds]
     return found

@@ -46,6 +46,10 @@ RMSprop float32           106
 RMSprop bfloat16          151
 RMSpropTF float32          97
 RMSpropTF bfloat16        142
+Lion float32               93
+Lion bfloat16             118
+Adan float32              194
+Adan bfloat16             249
 AdamW clipped float32     163
 AdamW clipped bfloat16    203
 AdamP split float32       487
