@@ -25,7 +25,7 @@ from compiled_optim.backends.graph import Graph
 from compiled_optim.backends.inductor import COMPILER_REMEDY, capture, settings
 from compiled_optim.program import TensorLists
 
-PARALLEL = Lane("parallel", 2)
+PARALLEL = Lane("parallel", 1)  # what one pass leaves in the cache is for the next pass over the same tensor
 SERIAL = Lane("serial", 4)
 
 LARGE = 1 << 15
@@ -108,5 +108,10 @@ class CpuBackend(Backend):
 
     def compile(self, signature: Signature) -> Unit:
         """Compile the program over this signature's lanes."""
+        from compiled_optim.backends.early import EarlyStores  # brings Inductor with it
+
         kind = signature.lane.kind
-        return LaneUnit(capture(signature, HINTS[kind], OPTIONS[kind]), signature)
+        options = OPTIONS[kind]
+        if kind == PARALLEL.kind:
+            options = {**options, "post_grad_custom_post_pass": EarlyStores()}
+        return LaneUnit(capture(signature, HINTS[kind], options), signature)

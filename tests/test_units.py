@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
 from compiled_optim.backends import Lane, Signature, cpu, inductor
@@ -179,10 +181,32 @@ def test_cutting():
     assert cut([(0,), (3, 0)]) == []
     assert cut([small] * 5) == [(cpu.SERIAL, [0, 1, 2, 3]), (cpu.SERIAL, [4])]
     assert cut([small, large, small, large, large]) == [
-        (cpu.PARALLEL, [1, 3]),
+        (cpu.PARALLEL, [1]),
+        (cpu.PARALLEL, [3]),
         (cpu.PARALLEL, [4]),
         (cpu.SERIAL, [0, 2]),
     ]
+
+
+@pytest.mark.parametrize(("rule", "rank"), [(co.Lamb, 1), (co.AdamP, 2)])
+def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
+    """Parameter, gradient and two moments once, then all but the gradient; nothing of their size in between."""
+    monkeypatch.setattr(inductor.store, "load", lambda *args: None)
+    optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
+    group = optimizer.param_groups[0]
+    program = UpdateProgram(
+        rule.__name__,
+        rule.update,
+        tuple(optimizer.initial_state(group)),
+        tuple(optimizer.scalars(group, 1)),
+        tuple(optimizer.options(group).items()),
+        scaled=False,
+    )
+    shared = ((torch.float32, (len(program.scalars),)),)
+    signature = Signature(program, "cpu", rank, (torch.float32,) * 4, shared, cpu.PARALLEL)
+    _, (code,) = run_and_get_code(cpu.CpuBackend().compile, signature)
+    assert code.count("Vectorized<float>::loadu") == 2 * (4 + 3)  # in the loop and in its remainder
+    assert not re.search(r"empty_strided_cpu\(\(" + ", ".join([r"u\d+"] * rank) + r",? ?\)", code)
 
 
 def test_thread_count_of_the_user_is_followed():
