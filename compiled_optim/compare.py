@@ -12,6 +12,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from compiled_optim import shards
+
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
 
@@ -21,7 +23,7 @@ LISTED = 20
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a compiled step and an eager one came apart in one parameter.
+    """How far a compiled step and an eager one came apart in one parameter, or in this process's shard of it.
 
     ``largest`` is the largest difference of an element, ``relative`` the same divided by the largest element, and
     ``states`` the largest difference in each state.
@@ -118,7 +120,8 @@ def _differences(optimizer: Optimizer, twin: Optimizer) -> Iterator[Difference]:
     names = optimizer.parameter_names()
     for name, param, copy in zip(names, optimizer._params(), twin._params(), strict=True):
         largest = _distance(param, copy)
-        scale = float(copy.detach().abs().max()) if copy.numel() else 0.0
+        here = shards.local(copy).detach()
+        scale = float(here.abs().max()) if here.numel() else 0.0
         state, expected = optimizer.own_state.get(param, {}), twin.own_state.get(copy, {})
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
         states = {key: _distance(value, expected[key]) for key, value in tensors.items()}
@@ -128,6 +131,6 @@ def _differences(optimizer: Optimizer, twin: Optimizer) -> Iterator[Difference]:
 def _distance(actual: Tensor, expected: Tensor) -> float:
     """The largest difference of an element; where both are the same infinity or not a number, there is none."""
     wide = torch.complex128 if actual.is_complex() else torch.float64
-    a, b = actual.detach().to("cpu", wide), expected.detach().to("cpu", wide)
+    a, b = (shards.local(tensor).detach().to("cpu", wide) for tensor in (actual, expected))
     same = (a == b) | (a.isnan() & b.isnan())
     return float(torch.where(same, 0.0, (a - b).abs()).max()) if a.numel() else 0.0
