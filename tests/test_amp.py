@@ -22,6 +22,8 @@ ALL = {
     "Adadelta": {},
     "RMSprop": {"momentum": 0.9},
     "RMSpropTF": {},
+    "Lion": {},
+    "Adan": {},
 }
 
 

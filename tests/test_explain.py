@@ -111,7 +111,7 @@ def signature_of(kind="signature", shapes=((3,),), dtype=torch.float32, **option
     ("other", "reason"),
     [
         ({"dtype": torch.bfloat16}, "dtypes float32 → bfloat16"),
-        ({"shapes": ((300, 300),)}, "lane serial×4 → parallel×2"),
+        ({"shapes": ((300, 300),)}, "lane serial×4 → parallel×1"),
         ({"amsgrad": True}, "states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"),
         ({"weight_decay": 0}, "options decoupled=False, coupled=True → decoupled=False, coupled=False"),
         ({"max_grad_norm": 1.0}, "scaled False → True"),
@@ -186,7 +186,7 @@ def test_warmup_shows_a_bar_on_a_terminal_only():
     shown = eval(run_python(BAR.format(terminal=True)))
     lines = shown.split("\r\x1b[K")
     assert lines[1].startswith("SGD [--------------------] 0/2 ")
-    assert lines[1].endswith("SGD[float32, parallel×2]")
+    assert lines[1].endswith("SGD[float32, parallel×1]")
     assert lines[2].startswith("SGD [##########----------] 1/2 ")
     assert lines[3].startswith("SGD [####################] 2/2 ")
     assert lines[3].endswith(" ready\n")

@@ -27,6 +27,8 @@ OPTIMIZERS = {
     "Adadelta": {},
     "RMSprop": dict(momentum=0.9),
     "RMSpropTF": dict(momentum=0.9),
+    "Lion": {},
+    "Adan": {},
 }
 
 

@@ -36,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Adadelta": {"lr": 0.5},
     "RMSprop": {"lr": 0.01, "momentum": 0.9, "eps": 1e-3},
     "RMSpropTF": {"lr": 0.01},
+    "Lion": {"lr": 0.001},
+    "Adan": {"lr": 0.01, "eps": 1e-3},
 }
 TORCH = {name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW")}
 STEPS = 10
@@ -312,10 +314,10 @@ def watched(folder: Path) -> dict[str, Any]:
     return {"quiet": quiet, "moved": moved, "kept": kept, "same plan": all(same_plan)}
 
 
-NINE = tuple(OPTIONS)
+ALL = tuple(OPTIONS)
 TWO = {
-    **{f"fsdp {name}": partial(fsdp, name) for name in NINE},
-    **{f"formula {name}": partial(shards_against_the_formula, name) for name in NINE},
+    **{f"fsdp {name}": partial(fsdp, name) for name in ALL},
+    **{f"formula {name}": partial(shards_against_the_formula, name) for name in ALL},
     **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", "AdamP", "Lamb")},
     **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, columns, watched)},
 }

@@ -50,7 +50,7 @@ def of(answers: Answers, case: str) -> list[Any]:
     return answers[case]
 
 
-@pytest.mark.parametrize("name", cases.NINE)
+@pytest.mark.parametrize("name", cases.ALL)
 def test_fsdp_on_two_ranks_equals_one_process(on_two, name):
     for answer in of(on_two, f"fsdp {name}"):
         assert answer["distance"] <= 1e-6
@@ -66,7 +66,7 @@ def test_fsdp_on_four_ranks_equals_one_process(on_four, name):
     assert all(answer["distance"] <= 1e-6 for answer in of(on_four, f"fsdp {name}"))
 
 
-@pytest.mark.parametrize("name", cases.NINE)
+@pytest.mark.parametrize("name", cases.ALL)
 def test_shards_on_two_ranks_follow_the_formula(on_two, name):
     assert max(of(on_two, f"formula {name}")) <= 2e-6
 

@@ -53,7 +53,7 @@ RMSpropTF      1
 Lion           1
 Adan           2
 AdamW clipped 11
-AdamP split   13
+AdamP split   14
 Lamb split     8""",
     )
     for case, count in launches.items():
