@@ -10,7 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_lr, check_not_negative
 from compiled_optim.lists import TensorList, blend_, minus_scaled_, plus_scaled, shifted
-from compiled_optim.optimizer import Optimizer, TorchOptions
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import TorchOptions
 
 
 class Adadelta(Optimizer):

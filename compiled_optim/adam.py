@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.lists import TensorList, minus_scaled_, moment_scalars, moments_, plus_scaled, shifted
-from compiled_optim.optimizer import Optimizer, TorchOptions
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import TorchOptions
 
 
 class Adam(Optimizer):

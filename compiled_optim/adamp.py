@@ -21,7 +21,8 @@ from compiled_optim.lists import (
     shifted,
     sum_dtype,
 )
-from compiled_optim.optimizer import EngineOptions, Optimizer
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import EngineOptions
 
 
 class AdamP(Optimizer):
@@ -121,42 +122,41 @@ class AdamP(Optimizer):
             minus_scaled_(params, steps, step_size)  # p -= lr / (1 - b1^t) step
             return
         channels = [View.of(*tensors) for tensors in zip(params, grads, steps, strict=True)]
-        misfits = [(~view.orthogonal(delta, eps)).sum(dtype=view.inner.dtype) for view in channels]
+        misfits = [(~view.orthogonal(delta, eps)).sum(dtype=view.sums[0].dtype) for view in channels]
         layers = total(*map(list, zip(*(view.added_up() for view in channels), strict=True)), misfits)
         for param, step, channel, *sums, size, misfit in zip(params, steps, channels, *layers, strict=True):
-            along, fires = projection(channel, misfit == 0, View(*sums, size.sqrt()), delta, eps)
+            along, fires = projection(channel, misfit == 0, View(sums, size.sqrt()), delta, eps)
             shrink = 1 - decay * torch.where(fires, wd_ratio, 1.0)  # p *= 1 - lr wd ratio
             param.copy_(param * shrink - step_size * (step - param * along))
 
 
 class View(NamedTuple):
-    """A tensor seen by rows: what is summed over each row, and the root of how many elements a row has."""
+    """A tensor seen by rows: sums over each row, of g p, p², g² and step p, and the root of its length."""
 
-    inner: Tensor
-    square: Tensor
-    grad_square: Tensor
-    overlap: Tensor
+    sums: list[Tensor]
     root: float | Tensor
 
     @classmethod
     def of(cls, param: Tensor, grad: Tensor, step: Tensor) -> View:
         """The channel view: as many rows as the tensor has."""
         products = ((grad, param), (param, param), (grad, grad), (step, param))
-        return cls(*((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products), root=param.shape[1] ** 0.5)
+        return cls([(a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products], param.shape[1] ** 0.5)
 
     def added_up(self) -> list[Tensor]:
         """The sums of the layer view, which has all rows in one, and the number of its elements."""
-        return [*(rows.sum() for rows in self[:-1]), torch.full_like(self.inner, self.root**2).sum()]
+        return [*(rows.sum() for rows in self.sums), torch.ones_like(self.sums[0]).sum() * self.root**2]
 
     def orthogonal(self, delta: Tensor, eps: Tensor) -> Tensor:
         """Whether the gradient of each row is nearly orthogonal to its weights."""
-        cosine = self.inner.abs() / (self.grad_square.sqrt() + eps) / (self.square.sqrt() + eps)
+        inner, square, grad_square, _ = self.sums
+        cosine = inner.abs() / (grad_square.sqrt() + eps) / (square.sqrt() + eps)
         return cosine * self.root < delta  # cos < delta / sqrt(columns)
 
     def along(self, eps: Tensor) -> Tensor:
         """How often each row's weights are in its step: ``pn Σ(pn step) = p along``."""
-        norm = self.square.sqrt() + eps
-        return self.overlap / norm / norm
+        _, square, _, overlap = self.sums
+        norm = square.sqrt() + eps
+        return overlap / norm / norm
 
 
 def projection(channel: View, fires: Tensor, layer: View, delta: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checks import check_usual
 from compiled_optim.lists import TensorList, blend_, moment_scalars, plus_scaled, shifted
-from compiled_optim.optimizer import EngineOptions, Optimizer
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import EngineOptions
 
 
 class Adan(Optimizer):

@@ -13,7 +13,8 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.checks import check_lr, check_not_negative
 from compiled_optim.clip import Clip
 from compiled_optim.lamb import Lamb
-from compiled_optim.optimizer import Optimizer, RunOptions
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import RunOptions
 
 
 def _linear(x: float, warmup: float) -> float:

@@ -10,7 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.clip import Clip
 from compiled_optim.lists import TensorList, Total, minus_scaled_, moment_scalars, moments_, settled, squares
-from compiled_optim.optimizer import EngineOptions, Optimizer
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import EngineOptions
 
 MAX_WEIGHT_NORM = 10.0
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.lists import TensorList, blend_, minus_scaled_, moment_scalars, plus_scaled
-from compiled_optim.optimizer import EngineOptions, Optimizer
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import EngineOptions
 
 
 class Lion(Optimizer):

@@ -17,7 +17,8 @@ from compiled_optim.adam import Adam, AdamW
 from compiled_optim.adamp import AdamP
 from compiled_optim.bertadam import BertAdam
 from compiled_optim.lamb import Lamb
-from compiled_optim.optimizer import Optimizer, TorchOptions
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import TorchOptions
 from compiled_optim.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.sgd import SGD
 

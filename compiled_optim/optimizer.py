@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -25,51 +25,20 @@ from compiled_optim.account import Account
 from compiled_optim.advice import advice
 from compiled_optim.backends import Backend, Signature, Unit
 from compiled_optim.backends.eager import asked_for_eager
-from compiled_optim.checks import check_usual
-from compiled_optim.clip import Clip
 from compiled_optim.collect import collect
 from compiled_optim.compare import Comparison, comparing
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.events import Events
 from compiled_optim.explain import Explanation
-from compiled_optim.lists import TensorList
+from compiled_optim.options import TORCH_SWITCHES
 from compiled_optim.plan import Plan, compile_units
 from compiled_optim.program import UpdateProgram
 from compiled_optim.reallocation import Tracker, has_memory, undone_on_error
-
-TORCH_SWITCHES: dict[str, bool | None] = {
-    "foreach": None,
-    "fused": None,
-    "capturable": False,
-    "differentiable": False,
-}
+from compiled_optim.rule import Rule
 
 
-class RunOptions(TypedDict, total=False):
-    """Keyword-only options that every optimizer takes after its own arguments."""
-
-    compile: bool
-    backend: str | Backend | None
-    on_realloc: Literal["recompile", "raise"]
-
-
-class EngineOptions(RunOptions, total=False):
-    """The same for optimizers that have no ``max_grad_norm`` of their own."""
-
-    max_grad_norm: float | None
-
-
-class TorchOptions(EngineOptions, total=False):
-    """The same for optimizers torch also has: its switches are accepted and have no effect."""
-
-    foreach: bool | None
-    fused: bool | None
-    capturable: bool
-    differentiable: bool
-
-
-class Optimizer(torch.optim.Optimizer):
-    """Base class of the optimizers in this package.
+class Optimizer(Rule, torch.optim.Optimizer):
+    """Base class of the optimizers in this package. What a subclass defines is in :class:`~compiled_optim.rule.Rule`.
 
     Args:
         params: parameters, named parameters or parameter groups, as for torch.optim; or a module, which is watched
@@ -82,15 +51,6 @@ class Optimizer(torch.optim.Optimizer):
         maximize: go up the gradients instead of down; ``defaults`` may set it instead.
     """
 
-    state_names: tuple[str, ...] = ()
-    """The states the rule keeps for each parameter, all of which start at zero; see :meth:`initial_state`."""
-
-    counts_steps = True
-    """Whether the rule keeps ``step`` in the state. If not, ``scalars`` sees 1 on the first step and more later."""
-
-    has_torch_switches = False
-    """Whether torch.optim has an optimizer of this name, whose ``foreach``, ``fused`` ... are accepted and ignored."""
-
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -98,9 +58,6 @@ class Optimizer(torch.optim.Optimizer):
 
     unscales: bool
     """Whether a GradScaler has ever made a step, so that the programs multiply gradients by its scale's inverse."""
-
-    rowwise = False
-    """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
     state_was_seen = False
     """Whether anybody but this package has had the state in hand, and could change it from now on."""
@@ -147,36 +104,6 @@ class Optimizer(torch.optim.Optimizer):
             self.watch(params)
             params = params.named_parameters()
         super().__init__(params, defaults)
-
-    # ---- what a subclass defines
-
-    def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if a hyperparameter is out of range; this knows the usual ones, by torch's names."""
-        check_usual(group)
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """The states the rule keeps for each parameter in this group, and the value each starts at."""
-        return dict.fromkeys(self.state_names, 0.0)
-
-    def options(self, group: dict[str, Any]) -> dict[str, bool]:
-        """What changes the formula rather than a number in it; each combination is compiled separately."""
-        return {}
-
-    def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
-        """The numbers the formula needs in this step (1 on the first), computed in double precision on the host."""
-        raise NotImplementedError
-
-    def clips(self, group: dict[str, Any], dtype: torch.dtype) -> list[Clip]:
-        """By which norms a group's gradients of one dtype are clipped before the update, one after the other."""
-        return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
-
-    @staticmethod
-    def update(params: TensorList, grads: TensorList, **kwargs: Any) -> None:
-        """The formula, over lists of 1-D tensors in place; states, scalars and options come by their names.
-
-        Gradients must not be written to, and nothing may depend on a tensor's value in Python.
-        """
-        raise NotImplementedError
 
     # ---- torch.optim's interface
 

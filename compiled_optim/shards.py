@@ -100,7 +100,8 @@ def like(param: Tensor, shard: Tensor) -> Tensor:
 def refuse(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rowwise: bool) -> None:
     """Raise if a parameter cannot be stepped shard by shard, or is a kind of tensor nothing is known about."""
     if not is_dtensor(param):
-        if type(param) not in PLAIN and is_traceable_wrapper_subclass(param):
+        wrapper: object = param  # mypy takes the check below for impossible
+        if type(param) not in PLAIN and is_traceable_wrapper_subclass(wrapper):
             raise TypeError(
                 f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor made of other tensors; "
                 "of these only DTensor is supported"
