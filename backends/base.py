@@ -57,7 +57,8 @@ class Signature:
     def __str__(self) -> str:
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         rows = ", rows" if self.rank > 1 else ""
-        return f"{self.program.name}[{'+'.join(dtypes)}{rows}, {self.lane.kind}×{self.lane.width or 'all'}]"
+        variant = "".join(f", {word}" for word in self.program.variant)
+        return f"{self.program.name}[{'+'.join(dtypes)}{rows}{variant}, {self.lane.kind}×{self.lane.width or 'all'}]"
 
 
 Call = Callable[[Sequence[Tensor]], Tensor | None]

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS, **NO_TEMPORARIES},
     SERIAL.kind: {"cpp.threads": 1, **COMMON_OPTIONS},
 }
+
+
+def early_stores() -> dict[str, Any]:
+    """Store what a second pass reads back; not imported until something is compiled, as it brings Inductor with it."""
+    from compiled_optim.backends.early import EarlyStores
+
+    return {"post_grad_custom_post_pass": EarlyStores()}
+
+
+PASSES: dict[str, Callable[[], dict[str, Any]]] = {PARALLEL.kind: early_stores, SERIAL.kind: dict}
 HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
 
 
@@ -108,10 +118,5 @@ class CpuBackend(Backend):
 
     def compile(self, signature: Signature) -> Unit:
         """Compile the program over this signature's lanes."""
-        from compiled_optim.backends.early import EarlyStores  # brings Inductor with it
-
         kind = signature.lane.kind
-        options = OPTIONS[kind]
-        if kind == PARALLEL.kind:
-            options = {**options, "post_grad_custom_post_pass": EarlyStores()}
-        return LaneUnit(capture(signature, HINTS[kind], options), signature)
+        return LaneUnit(capture(signature, HINTS[kind], OPTIONS[kind], PASSES[kind]), signature)

@@ -43,10 +43,6 @@ class EarlyStores(CustomGraphPass):
         """By what Inductor's cache of graphs knows this pass: its source."""
         return str(get_hash_for_files((__file__,)))
 
-    def __repr__(self) -> str:
-        """The same in every process: graphs are found again on disk by their settings."""
-        return f"{type(self).__name__}()"
-
 
 def _by_rows(graph: Graph, store: Node, value: Node, columns: dict[str, Node]) -> Node:
     """The value times a column of ones: Inductor merges the loops over rows and columns of anything simpler.

@@ -38,13 +38,16 @@ Lowered = tuple[Run, int]
 """A compiled graph's entry and the number of its kernels."""
 
 
-def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Graph:
+def capture(
+    signature: Signature, hint: int, options: Mapping[str, Any], passes: Callable[[], Mapping[str, Any]] = dict
+) -> Graph:
     """Compile a signature's program over tensors of any size, on inputs made up here.
 
     Args:
         signature: what to compile; its lane's width is the length of the lists.
         hint: the number of elements Inductor should optimise for.
         options: Inductor settings for this compilation only.
+        passes: makes further ones, which are code of this package and no part of what a graph on disk is known by.
     """
     start = time.perf_counter()
     key = settings(hint, options)
@@ -52,7 +55,7 @@ def capture(signature: Signature, hint: int, options: Mapping[str, Any]) -> Grap
         known = store.load(signature, key)
         graph = Graph(*known, from_disk=True) if known is not None else None
         if graph is None or not _agrees(signature, graph):
-            graph = _compile(signature, hint, options)
+            graph = _compile(signature, hint, {**options, **passes()})
             if not _agrees(signature, graph):
                 raise disagreement(signature)
             store.save(signature, key, graph.run, graph.inputs, graph.kernels)

@@ -21,7 +21,7 @@ class ReallocationError(RuntimeError):
     """A parameter was reallocated behind the optimizer's back and ``on_realloc="raise"`` is set.
 
     ``changes`` holds one :class:`~compiled_optim.change.Change` for each parameter. The step that raised has modified
-    nothing: undo the change and go on, or take one of the two ways out the message names.
+    nothing: take one of the two ways out the message names.
     """
 
     def __init__(self, changes: Sequence[Change]) -> None:
@@ -35,7 +35,8 @@ class ReallocationError(RuntimeError):
             lines.append(f"  ... and {count - LISTED} more, in this exception's .changes")
         lines += [
             "two ways out:",
-            "  - undo it and step again; to reallocate for good, do so before an optimizer is constructed",
+            "  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,",
+            "    because the memory is another",
             '  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it',
         ]
         super().__init__("\n".join(lines))

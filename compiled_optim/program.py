@@ -28,6 +28,11 @@ class Program(Protocol):
     def name(self) -> str:
         """A short name for logs, profiles and ``explain()``."""
 
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """Words that tell it from others of the same name."""
+        return ()
+
     def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor | None:
         """Run the program; what it updates, it updates in place."""
 
@@ -64,6 +69,12 @@ class UpdateProgram:
     scaled: bool
     phase: Phase = Phase.WHOLE
     takes_total: bool = field(init=False, compare=False)
+
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """Whether it scales gradients, and the phase if there are two."""
+        phase = () if self.phase is Phase.WHOLE else (self.phase.value,)
+        return ("scaled", *phase) if self.scaled else phase
 
     def __post_init__(self) -> None:
         # not while it is traced
@@ -149,6 +160,7 @@ class SquaredNormProgram:
 
     dtype: torch.dtype
     name: str = "squared_norm"
+    variant: tuple[str, ...] = ()
 
     def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor:
         """Return the sum as a 0-dim tensor."""

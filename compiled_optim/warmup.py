@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_setting,
         metavar="NAME=VALUE",
         dest="settings",
-        help="an argument of the optimizer that the training script gives, such as weight_decay=0.1",
+        help="an argument of the optimizer that the training script gives, such as momentum=0.9",
     )
 
 
@@ -64,7 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
                 for dtype in arguments.dtype
                 for shape in SHAPES
             ]
-            optimizer = rule(params, **{**settings, **dict(arguments.settings)})
+            try:
+                optimizer = rule(params, **{**settings, **dict(arguments.settings)})
+            except (TypeError, ValueError) as error:
+                print(f"--set does not suit {rule.__name__}: {error}")
+                return 1
             optimizer.warmup()
             made = [unit for unit in optimizer.explain().units if unit.source != FROM_PROCESS]
             rows += [(unit.name, f"{unit.seconds:.2f}", unit.source) for unit in made]

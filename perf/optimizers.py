@@ -49,6 +49,4 @@ RULES: dict[str, Rule] = {
     "Adadelta": Rule("Adadelta", {"lr": 1.0}, states=2, torch=True),
     "RMSprop": Rule("RMSprop", {"lr": 1e-3}, states=1, torch=True),
     "RMSpropTF": Rule("RMSpropTF", {"lr": 1e-3}, states=1),
-    "Lion": Rule("Lion", {"lr": 1e-4, "weight_decay": 1e-2}, states=1),
-    "Adan": Rule("Adan", {"lr": 1e-3, "weight_decay": 1e-2}, states=4),
 }

@@ -40,7 +40,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 'weight': storage changed from 0x... to 0x...
     likely by `p.data = ...`, a resized storage, or a conversion of the model there and back
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -55,7 +56,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 0 of group 0: storage changed from 0x... to 0x...
     likely by `p.data = ...`, a resized storage, or a conversion of the model there and back
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -69,7 +71,8 @@ two ways out:
   parameter 'bias': dtype changed from torch.float32 to torch.float16
     likely by `model.half()`
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -84,7 +87,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 'weight': strides changed from (3, 1) to (1, 2)
     likely by `model.to(memory_format=...)`, or `p.data = ...` with a transposed tensor
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -97,7 +101,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 'weight': strides changed from (18, 9, 3, 1) to (18, 1, 6, 2)
     likely by `model.to(memory_format=...)`, or `p.data = ...` with a transposed tensor
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -112,7 +117,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 'weight': shape changed from (2, 3) to (5, 3)
     likely by `p.data = ...` with a tensor of another shape
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -129,7 +135,8 @@ two ways out:
   parameter 'b': device changed from cuda:0 to cpu and dtype changed from torch.bfloat16 to torch.float32
     likely by `model.cpu()`
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -144,7 +151,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 'weight': replaced by a new object: torch.float32 (2, 3) on cpu became torch.float64 (5, 3) on cpu
     likely by `module.weight = nn.Parameter(...)`, a new submodule, or load_state_dict(assign=True)
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -160,7 +168,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter '1.weight': replaced by parameter '0.weight', which the optimizer has already
     likely by `module.weight = other.weight`
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -175,7 +184,8 @@ a parameter was reallocated behind the optimizer's back; nothing was updated
   parameter 'bias': removed from its module; it was torch.float32 (2,) on cpu
     likely by `module.weight = None`, `del module.weight`, or a submodule taken out
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 
@@ -183,14 +193,15 @@ two ways out:
         make = lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))  # noqa: E731
         lines = refused(lambda net: net.double(), make).splitlines()
         self.assertExpectedInline(
-            "\n".join([lines[0], *lines[-6:]]),
+            "\n".join([lines[0], *lines[-7:]]),
             """\
 12 parameters were reallocated behind the optimizer's back; nothing was updated
   parameter '4.bias': dtype changed from torch.float32 to torch.float64
     likely by `model.double()`
   ... and 2 more, in this exception's .changes
 two ways out:
-  - undo it and step again; to reallocate for good, do so before an optimizer is constructed
+  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
+    because the memory is another
   - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
         )
 

@@ -53,8 +53,9 @@ def test_wrong_arguments(arguments, message, capsys):
 
 
 def test_settings_reach_the_optimizer_and_eager_runs_are_told(capsys, monkeypatch):
-    with pytest.raises(ValueError, match="Invalid momentum value: -1"):
-        main(["warmup", "--optimizer", "sgd", "--set", "momentum=-1"])
+    for setting, message in (("momentum=-1", "Invalid momentum value: -1"), ("wd=3", "argument 'wd'")):
+        assert main(["warmup", "--optimizer", "sgd", "--set", setting]) == 1
+        assert message in capsys.readouterr().out
     monkeypatch.setenv("COMPILED_OPTIM_EAGER", "1")
     assert main(["warmup", "--optimizer", "sgd,Lion"]) == 1
     assert "COMPILED_OPTIM_EAGER" in capsys.readouterr().out
