@@ -31,6 +31,8 @@ class EarlyStores(CustomGraphPass):
         columns: dict[str, Node] = {}
         for store in graph.find_nodes(op="call_function", target=aten.copy_.default):
             home, value = store.args[:2]
+            if value.op == "placeholder" or value.target is aten.copy_.default:
+                continue  # nothing was computed, or it is stored already
             read_later = any(order[user] > order[value] for user in home.users if user is not store)
             if len(value.users) < 2 or read_later or home.meta["val"].dtype != value.meta["val"].dtype:
                 continue

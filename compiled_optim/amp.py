@@ -31,8 +31,15 @@ def inverse_scale(optimizer: Optimizer) -> Tensor | None:
     """What gradients are to be multiplied by, or None if they never were scaled; 1 if somebody has unscaled them."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        return scale.reciprocal()
+        return scale.reciprocal().reshape(())
     return torch.ones((), dtype=torch.float32, device="cpu") if optimizer.unscales else None
+
+
+def forget_scaler(optimizer: Optimizer) -> None:
+    """After a step that failed: the scaler would not, and the next one would unscale twice."""
+    if "found_inf" in vars(optimizer):
+        del optimizer.found_inf
+        vars(optimizer).pop("grad_scale", None)
 
 
 def step_unscaled(scaler: Any, optimizer: Optimizer) -> float | None:

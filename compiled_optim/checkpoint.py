@@ -27,6 +27,13 @@ Group = dict[str, Any]
 REMEDY = "load the checkpoint that belongs to this optimizer and model"
 
 
+OTHERS_KEYS = {
+    *("params", "param_names"),
+    *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of schedulers
+}
+"""What a group has that is no hyperparameter."""
+
+
 def read(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state and groups of a checkpoint, for this optimizer's parameters; ValueError if they do not fit them."""
     name = type(optimizer).__name__
@@ -84,7 +91,7 @@ def _check_sizes(own: Sequence[Group], saved: Sequence[Group]) -> None:
 def _states(optimizer: Optimizer, number: int, group: Group) -> Sequence[str]:
     """Which states a group's parameters have; raises if a step could not use its hyperparameters."""
     numbers = {key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
-    missing, unknown = numbers - group.keys(), group.keys() - optimizer.defaults.keys() - {"params", "param_names"}
+    missing, unknown = numbers - group.keys(), group.keys() - optimizer.defaults.keys() - OTHERS_KEYS
     if missing and unknown:
         raise ValueError(
             f"group {number} of the checkpoint is of another optimizer than {type(optimizer).__name__}: it has "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.amp import inverse_scale
+from compiled_optim.lists import sum_dtype
 
 if TYPE_CHECKING:
     from compiled_optim.collect import BatchSpec
@@ -85,7 +86,7 @@ def _over_processes(batches: Sequence[Batch], squares: Sequence[list[Tensor]]) -
     totals = list(squares)
     for split in dict.fromkeys(batch.spec.split for batch in batches if batch.spec.split is not None):
         places = [i for i, batch in enumerate(batches) if batch.spec.split == split]
-        zeros = [torch.zeros((), dtype=torch.float64, device=batches[i].grad_scale.device) for i in places]
+        zeros = [torch.zeros_like(scale, dtype=sum_dtype(scale)) for scale in (batches[i].grad_scale for i in places)]
         sums = torch.stack([sum(squares[i], zero) for i, zero in zip(places, zeros, strict=True)])
         split.add_up(sums)
         for i, total in zip(places, sums.unbind(), strict=True):

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from compiled_optim import shards
+from compiled_optim.amp import is_overflow
 
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
@@ -74,6 +75,8 @@ def comparing(optimizer: Optimizer) -> Iterator[Comparison]:
 
     def update() -> None:
         del vars(optimizer)["_update"]
+        if is_overflow(optimizer):  # there is no step
+            return
         if optimizer.on_realloc == "recompile":
             with torch.no_grad(), optimizer._following():  # the copies are to be of what is stepped
                 pass

@@ -88,6 +88,7 @@ def check_declarations(optimizer: Optimizer, group: dict[str, Any]) -> None:
         raise RuleError(message, _definition(optimizer.scalars), remedy)
     given = [*states, *options, *scalars]
     twice = sorted({name for name in given if given.count(name) > 1} | {"step", "params", "grads"} & {*states})
+    twice += [TOTAL] * (TOTAL in given)
     if twice:
         message = f"{rule.__name__} uses the name {twice[0]!r} for two things"
         raise RuleError(

@@ -30,7 +30,7 @@ def is_home(param: Tensor, rows: bool) -> bool:
 
 def fits(param: Tensor, other: Tensor, rows: bool) -> bool:
     """Whether ``other`` pairs with the parameter's home as it is."""
-    if has_lazy_bits(other):
+    if has_lazy_bits(other) or other.shape != param.shape:
         return False
     if param.is_contiguous() and other.is_contiguous():
         return True

@@ -30,6 +30,7 @@ from compiled_optim.compare import Comparison, comparing
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.events import Events
 from compiled_optim.explain import Explanation
+from compiled_optim.guard import same_objects
 from compiled_optim.options import TORCH_SWITCHES
 from compiled_optim.plan import Plan, compile_units
 from compiled_optim.program import UpdateProgram
@@ -56,7 +57,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
     found_inf: Tensor | None
     """Set by torch.amp.GradScaler for the length of a step, and not there else: see ``amp``."""
 
-    unscales: bool
+    unscales = False
     """Whether a GradScaler has ever made a step, so that the programs multiply gradients by its scale's inverse."""
 
     state_was_seen = False
@@ -228,7 +229,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def warmup(self) -> None:
         """Compile now what the first step will need, without making a step; on a terminal, show how far it is.
 
-        Assumes that every parameter gets a gradient; those that have no memory yet are left out.
+        Assumes that every parameter gets a gradient; those that have no memory yet are left out. Units for scaled
+        gradients are made once a GradScaler has made a step.
         """
         with torch.no_grad():
             grads = [shards.local(param).detach() if has_memory(param) else None for param in self._params()]
@@ -340,7 +342,6 @@ class Optimizer(Rule, torch.optim.Optimizer):
                 self._update()
         else:
             self._update()
-        self._stepped = True
         return loss
 
     def _update(self) -> None:
@@ -354,9 +355,13 @@ class Optimizer(Rule, torch.optim.Optimizer):
             params = self._params()
             grads = self._grads(params)
             if not self._in_place(params, grads):
-                self._plan, grads = self._new_plan()
+                self._plan, grads = self._new_plan(params, grads)
             assert self._plan is not None
             self._plan.run(self, grads)
+            self._stepped = True
+        except BaseException:
+            amp.forget_scaler(self)
+            raise
         finally:
             torch._C._set_grad_enabled(records)
 
@@ -404,10 +409,12 @@ class Optimizer(Rule, torch.optim.Optimizer):
         for change in changes:
             self._events.tell(change)
 
-    def _new_plan(self) -> tuple[Plan, list[Tensor | None]]:
+    def _new_plan(self, params: Sequence[Tensor], grads: list[Tensor | None]) -> tuple[Plan, list[Tensor | None]]:
+        """A plan for what there is now, and its gradients."""
         with self._following():
-            params = self._params()
-            grads = self._grads(params)
+            if not same_objects(self._params(), params):
+                params = self._params()
+                grads = self._grads(params)  # not for nothing: it may be collective
             return Plan(self, collect(self, grads), params, grads), grads
 
     def _grads(self, params: Sequence[Tensor]) -> list[Tensor | None]:

@@ -138,7 +138,7 @@ class _Taken:
 
     def __call__(self, *sums: Sums) -> tuple[Sums, ...]:
         if self.sums:
-            raise TypeError("a rule calls total() once, with all its sums")
+            raise TypeError("update() calls total() more than once; pass all sums in one call, as several lists")
         self.sums = [each for one in sums for each in one]
         return sums
 

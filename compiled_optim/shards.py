@@ -86,6 +86,11 @@ def local_grads(
     return found
 
 
+def placed(tensor: Tensor) -> tuple[Any, ...]:
+    """On which mesh a tensor is, and how it is split over it; nothing of a plain one."""
+    return (_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()
+
+
 def like(param: Tensor, shard: Tensor) -> Tensor:
     """A tensor of which this process holds ``shard``, split as a parameter is."""
     if not is_dtensor(param):
@@ -119,7 +124,12 @@ def refuse(optimizer: str, name: str, param: Tensor, program: UpdateProgram, row
             f"{optimizer} cannot step {name}: it looks at whole rows, and placements {placements} cut through them; "
             "shard the parameter along dimension 0"
         )
-    if Split.of(param) is not None and not program.takes_total and not works_by_element(program):
+    rank = 1 + (rowwise and param.ndim > 1)
+    if Split.of(param) is None:
+        return
+    if program.takes_total:
+        program.count_sums(rank)  # raises if it cannot be run in two phases
+    elif not works_by_element(program, rank):
         raise ValueError(
             f"{optimizer} cannot step {name}, which is split over processes: its update() mixes elements of a tensor; "
             "let it take an argument total and pass its sums through total(...)"
@@ -127,12 +137,18 @@ def refuse(optimizer: str, name: str, param: Tensor, program: UpdateProgram, row
 
 
 @lru_cache(maxsize=256)
-def works_by_element(program: UpdateProgram) -> bool:
-    """Whether a rule does the same to a tensor as to its parts, found out by trying."""
+def works_by_element(program: UpdateProgram, rank: int) -> bool:
+    """Whether a rule does the same to a tensor of so many dimensions as to its parts, found out by trying.
+
+    Parts are of whole rows: no rule by rows is given others.
+    """
     generator = torch.Generator().manual_seed(0)
-    width = 6
-    lists = [torch.rand(width, generator=generator) + 0.5 for _ in range(2 + len(program.states))]
-    scalars = [torch.rand((), generator=generator) * 0.5 + 0.25 for _ in range(len(program.scalars) + 1)]
+
+    def some(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+    lists = [some(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
+    scalars = [some() / 2 for _ in range(len(program.scalars) + 1)]
     whole = [[tensor.clone()] for tensor in lists]
     parts = [[tensor[:2].clone(), tensor[2:].clone()] for tensor in lists]
     program(whole, scalars)

@@ -35,10 +35,12 @@ def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str,
 
 def check_split(name: str, param: Tensor, state: str, tensor: Tensor) -> None:
     """Raise unless a state is split over processes as its parameter is."""
-    if shards.is_dtensor(tensor) != shards.is_dtensor(param):
+    here, there = shards.placed(param), shards.placed(tensor)
+    if here != there:
         raise ValueError(
-            f"state {state!r} of {name} is {'not ' if shards.is_dtensor(param) else ''}split over processes, unlike "
-            "the parameter; load the checkpoint by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            f"state {state!r} of {name} is placed as {there or 'a plain tensor'}, but the parameter as "
+            f"{here or 'a plain tensor'}; load the checkpoint by "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
 
 

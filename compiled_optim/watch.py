@@ -20,13 +20,16 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.places: dict[str, Tensor] = {}
+        self._contents: list[dict[str, Any]] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Take the module as it is now."""
         modules = list(self.module.modules())
-        # one without a parameter or submodule may get one, but none that the optimizer has to know
-        self._contents = [c for module in modules for c in (module._parameters, module._modules) if c]
+        # one that never had a parameter or submodule may get one, but none that the optimizer has to know
+        known = {id(content) for content in self._contents}
+        contents = [content for module in modules for content in (module._parameters, module._modules)]
+        self._contents = [content for content in contents if content or id(content) in known]
         self._held = self._read()
         self.places = self.current()
 

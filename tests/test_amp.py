@@ -98,6 +98,40 @@ def test_an_overflow_on_the_first_step_makes_no_state(compiled):
     assert not optimizer.state
 
 
+def test_an_overflow_on_the_first_step_makes_the_next_one_no_recompile():
+    params = parameters([(4,)])
+    optimizer = co.AdamW(params, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for grad in (torch.full((4,), float("inf")), torch.ones(4)):
+        scaled_step(scaler, optimizer, params, [grad])
+    assert optimizer.explain().recompiles == 0
+
+
+def test_a_step_that_failed_is_not_unscaled_twice(compiled):
+    """The scaler takes its marks away only after a step that went well, and multiplies by what it finds."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = co.SGD(params, lr=1.0, on_realloc="raise", compile=compiled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled_step(scaler, optimizer, params, [torch.ones(4)])
+    params[0].data = params[0].data.clone()
+    with pytest.raises(co.ReallocationError):
+        scaled_step(scaler, optimizer, params, [torch.ones(4)])
+    optimizer.on_realloc = "recompile"
+    params[0].grad = torch.full((4,), 1024.0)
+    scaler.step(optimizer)
+    assert params[0].tolist() == [-2.0] * 4
+
+
+def test_a_scale_set_by_hand(compiled):
+    """As torch's fused optimizers take it: a tensor of one element, of any shape."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = co.SGD(params, lr=1.0, compile=compiled)
+    optimizer.grad_scale = torch.tensor([4.0])
+    params[0].grad = torch.full((4,), 4.0)
+    optimizer.step()
+    assert params[0].tolist() == [-1.0] * 4
+
+
 def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled):
     """``scaler.unscale_``, then torch's clipping: the same as torch's optimizer, also by turns with the other way."""
     params = parameters([(8, 5), (7,)])

@@ -223,3 +223,34 @@ def test_thread_count_of_the_user_is_followed():
         assert torch.get_num_threads() == count
         results.append(param)
     assert_close(results[:2], [results[2]] * 2, 0)
+
+
+class Twins(co.Optimizer):
+    """Sums, and stores one value in two states, the second of which is read before."""
+
+    state_names = ("first", "second")
+    counts_steps = False
+
+    def __init__(self, params, **options):
+        super().__init__(params, {"lr": 0.1}, **options)
+
+    def scalars(self, group, step):
+        return {"lr": group["lr"]}
+
+    @staticmethod
+    def update(params, grads, *, first, second, lr):
+        for param, grad, a, b in zip(params, grads, first, second, strict=True):
+            a.mul_(0.9).add_(grad)
+            param.sub_(lr * (a / (a * a).sum().sqrt() + 1e-4 * b))
+            b.copy_(a)
+
+
+def test_a_value_stored_twice_is_stored_where_it_belongs():
+    """Stored too early, the second state would be read as it is after the step."""
+    ours, eager = ([torch.nn.Parameter(torch.zeros(40_000))] for _ in range(2))
+    for params, options in ((ours, {}), (eager, {"compile": False})):
+        optimizer = Twins(params, **options)
+        for step in range(3):
+            params[0].grad = torch.linspace(-1, 1, 40_000) * (step + 1)
+            optimizer.step()
+    torch.testing.assert_close(ours[0], eager[0], rtol=1e-6, atol=1e-9)

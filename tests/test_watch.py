@@ -394,3 +394,15 @@ def test_adopted_parameters_keep_schedules_and_groups(compiled):
     assert optimizer.param_groups[1]["params"][0] is net[2].weight
     expected = 1 - 0.05 * net[2].weight.grad
     assert_close([net[2].weight], [expected], 1e-6)
+
+
+def test_a_parameter_that_comes_back_to_a_module_that_had_no_other():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].scale = nn.Parameter(torch.ones(3))
+    optimizer = co.SGD(model, lr=1.0, compile=False)
+    del model[1].scale
+    optimizer.step()
+    model[1].scale = nn.Parameter(torch.ones(3))
+    model[1].scale.grad = torch.ones(3)
+    optimizer.step()
+    assert model[1].scale.tolist() == [0.0] * 3

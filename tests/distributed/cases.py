@@ -240,6 +240,38 @@ class Whitened(co.Optimizer):
             param.sub_(lr * grad / grad.norm())
 
 
+class WhitenedRows(Whitened):
+    """The same by rows, and only there."""
+
+    rowwise = True
+
+    @staticmethod
+    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.sub_(lr * (grad / grad.norm() if grad.ndim > 1 else grad))
+
+
+class Normalised(Whitened):
+    """Looks at rows one by one, so that shards of whole rows are enough."""
+
+    rowwise = True
+
+    @staticmethod
+    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.sub_(lr * grad / grad.abs().sum(-1, keepdim=True))
+
+
+def rows(folder: Path) -> list[float]:
+    """A rule by rows needs no total where shards are of whole rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.arange(1.0, 9.0).view(4, 2), mesh, [Shard(0)])
+    Normalised([param]).step()
+    values: list[float] = param.full_tensor().sum(1).tolist()
+    return values
+
+
 def refusals(folder: Path) -> dict[str, str]:
     """What is refused, and how."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -259,11 +291,22 @@ def refusals(folder: Path) -> dict[str, str]:
         stateful.state[other]["exp_avg"] = torch.zeros(4, 4)
         stateful.step()
 
+    def placed_otherwise() -> None:
+        other = param(Shard(0))
+        optimizer = co.AdamW([("weight", other)], compile=False)
+        other.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        optimizer.step()
+        saved = optimizer.state_dict()
+        saved["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+        optimizer.load_state_dict(saved)
+
     attempts = {
         "rows cut": lambda: co.AdamP([("weight", param(Shard(1)))]),
         "partial": lambda: co.AdamW([("weight", param(Partial()))]),
         "no total": lambda: Whitened([("weight", param(Shard(0)))]),
+        "no total, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),
         "state not split": mixed,
+        "state split otherwise": placed_otherwise,
     }
     answers = {}
     for name, attempt in attempts.items():
@@ -319,7 +362,7 @@ TWO = {
     **{f"fsdp {name}": partial(fsdp, name) for name in ALL},
     **{f"formula {name}": partial(shards_against_the_formula, name) for name in ALL},
     **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", "AdamP", "Lamb")},
-    **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, columns, watched)},
+    **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched)},
 }
 FOUR = {
     **{f"fsdp {name}": partial(fsdp, name) for name in ("AdamW", "AdamP", "Lamb")},

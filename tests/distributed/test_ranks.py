@@ -128,7 +128,14 @@ def test_what_cannot_be_stepped_by_shards_is_refused_by_name(on_two):
         assert "shard the parameter along dimension 0" in answers["rows cut"]
         assert "redistribute it to Shard or Replicate first" in answers["partial"]
         assert "pass its sums through total(...)" in answers["no total"]
+        assert "pass its sums through total(...)" in answers["no total, by rows"]
         assert "set_optimizer_state_dict" in answers["state not split"]
+        assert "set_optimizer_state_dict" in answers["state split otherwise"]
+
+
+def test_a_rule_by_rows_needs_no_total(on_two):
+    for answer in of(on_two, "rows"):
+        assert answer == pytest.approx([-0.1] * 4)
 
 
 def test_only_what_moved_for_good_is_told(on_two):
