@@ -58,6 +58,7 @@ OPERATIONS: dict[str, Any] = {
     "Minimum": lambda o, a, b: torch.minimum(a, b),
     "Mul": lambda o, a, b: a * b,
     "Neg": lambda o, a: -a,
+    "OnesLike": lambda o, a: torch.ones_like(a),
     "Pack": lambda o, *tensors: torch.stack(tensors, o.attr["axis"].i),
     "RealDiv": lambda o, a, b: a / b,
     "ReduceMax": lambda o, a, axes: a.amax(_ints(axes), keepdim=o.attr["keep_dims"].b) if axes.numel() else a,
