@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_optim import layout, shards, states
 from compiled_optim.backends import Backend, Call, Lane, Signature, Unit
 from compiled_optim.lists import sum_dtype
-from compiled_optim.program import Phase, SquaredNormProgram, TensorLists, UpdateProgram, compute_dtype
+from compiled_optim.program import Phase, SquaredNormProgram, TensorLists, UpdateProgram, compute_dtype, count_sums
 from compiled_optim.shards import Split
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class BatchSpec:
     @property
     def sums(self) -> int:
         """How many sums over each tensor have to be added up over processes."""
-        return self.program.count_sums(self.rank) if self.split is not None and self.program.takes_total else 0
+        return count_sums(self.program, self.rank) if self.split is not None and self.program.takes_total else 0
 
     @property
     def rank(self) -> int:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -83,7 +84,7 @@ class UpdateProgram:
     def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor | None:
         """Apply the rule once, in place; or only measure, and change nothing."""
         if self.phase is Phase.MEASURE:
-            return torch.stack(self._take(lists, shared))
+            return torch.stack(self.take(lists, shared))
         total: Total = _Known(shared[-1], len(lists[0])) if self.phase is Phase.FINISH else _own
         homes = lists[1:]
         work = self._run(lists, homes, shared, total)
@@ -92,13 +93,7 @@ class UpdateProgram:
                 torch._foreach_copy_(home, result)
         return None
 
-    def count_sums(self, rank: int) -> int:
-        """How many sums the rule takes over each tensor of so many dimensions: found out by letting it take them."""
-        scalar = torch.ones((), device="cpu")
-        lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(self.states))]
-        return len(self._take(lists, [scalar] * (len(self.scalars) + 1)))
-
-    def _take(self, lists: TensorLists, shared: Sequence[Tensor]) -> list[Tensor]:
+    def take(self, lists: TensorLists, shared: Sequence[Tensor]) -> list[Tensor]:
         """The sums the rule takes, tensor by tensor for each; nothing is changed."""
         taken = _Taken()
         self._run(lists, [[tensor.clone() for tensor in tensors] for tensors in lists[1:]], shared, taken)
@@ -123,6 +118,14 @@ class UpdateProgram:
             **({"total": total} if self.takes_total else {}),
         )
         return work
+
+
+@lru_cache(maxsize=256)
+def count_sums(program: UpdateProgram, rank: int) -> int:
+    """How many sums a rule takes over each tensor of so many dimensions: found out by letting it take them."""
+    scalar = torch.ones((), device="cpu")
+    lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(program.states))]
+    return len(program.take(lists, [scalar] * (len(program.scalars) + 1)))
 
 
 def _own(*sums: Sums) -> tuple[Sums, ...]:

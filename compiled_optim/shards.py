@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from compiled_optim.program import UpdateProgram
+from compiled_optim.program import UpdateProgram, count_sums
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,7 +128,7 @@ def refuse(optimizer: str, name: str, param: Tensor, program: UpdateProgram, row
     if Split.of(param) is None:
         return
     if program.takes_total:
-        program.count_sums(rank)  # raises if it cannot be run in two phases
+        count_sums(program, rank)  # raises if it cannot be run in two phases
     elif not works_by_element(program, rank):
         raise ValueError(
             f"{optimizer} cannot step {name}, which is split over processes: its update() mixes elements of a tensor; "
