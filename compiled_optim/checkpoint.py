@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.program import compute_dtype
-from compiled_optim.states import check_split
+from compiled_optim.states import check_fit
 
 if TYPE_CHECKING:
     from compiled_optim.optimizer import Optimizer
@@ -121,14 +121,8 @@ def _check(optimizer: Optimizer, name: str, param: Tensor, values: Any, states: 
         value = values[state]
         if not isinstance(value, Tensor):
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
-        if is_lazy(param):
-            continue
-        check_split(name, param, state, value)
-        if value.shape != param.shape or value.is_complex() != param.is_complex():
-            raise ValueError(
-                f"state {state!r} of {name} has shape {tuple(value.shape)} and dtype {value.dtype}, but the parameter "
-                f"has {tuple(param.shape)} and {param.dtype}; {REMEDY}"
-            )
+        if not is_lazy(param):
+            check_fit(name, param, state, value, REMEDY)
     if optimizer.counts_steps and not _is_count(values["step"]):
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
 

@@ -22,25 +22,25 @@ def known(optimizer: Optimizer, entry: Entry, names: Sequence[str]) -> dict[str,
     """The state tensors this parameter already has; raises if one does not belong to it."""
     state = optimizer.own_state.get(entry.param, {})
     found = {name: state[name] for name in names if state.get(name) is not None}
+    remedy = "load the checkpoint that belongs to this model, or delete the entry from optimizer.state to start afresh"
     for name, tensor in found.items():
-        check_split(entry.name, entry.param, name, tensor)
-        if tensor.shape != entry.param.shape or tensor.is_complex() != entry.param.is_complex():
-            raise ValueError(
-                f"state {name!r} of {entry.name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
-                f"parameter has {tuple(entry.param.shape)} and {entry.param.dtype}; load the checkpoint that belongs "
-                "to this model, or delete the entry from optimizer.state to start afresh"
-            )
+        check_fit(entry.name, entry.param, name, tensor, remedy)
     return found
 
 
-def check_split(name: str, param: Tensor, state: str, tensor: Tensor) -> None:
-    """Raise unless a state is split over processes as its parameter is."""
+def check_fit(name: str, param: Tensor, state: str, tensor: Tensor, remedy: str) -> None:
+    """Raise unless a state has its parameter's shape and kind, and is split over processes as that is."""
     here, there = shards.placed(param), shards.placed(tensor)
     if here != there:
         raise ValueError(
             f"state {state!r} of {name} is placed as {there or 'a plain tensor'}, but the parameter as "
             f"{here or 'a plain tensor'}; load the checkpoint by "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    if tensor.shape != param.shape or tensor.is_complex() != param.is_complex():
+        raise ValueError(
+            f"state {state!r} of {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the parameter "
+            f"has {tuple(param.shape)} and {param.dtype}; {remedy}"
         )
 
 
