@@ -1,15 +1,18 @@
-"""What a backend is: how lists are cut into calls, and how a call is compiled.
+"""The interface of a backend: which units a batch needs, and one call that runs the batch.
 
-To write one, subclass :class:`Backend` and register an instance (``compiled_optim.backends.register``), or publish it
-under the entry-point group ``compiled_optim.backends``.
+To write one, subclass :class:`Backend` or one of its helpers (``lanes.LaneBackend``, ``whole_lists.WholeListBackend``)
+and register an instance with ``compiled_optim.backends.register``, or publish it under the entry-point group
+``compiled_optim.backends``.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.program import Program, TensorLists
+
+Shape = tuple[int, ...]
 
 
 class Availability(NamedTuple):
@@ -30,28 +35,74 @@ class Availability(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The shape of a call: how many tensors it takes at most (0 for any number) and which variant of the code.
+    """The form of a call: which variant of the code, and how many tensors it takes at most (0 for any number).
 
     ``shapes`` are those of its tensors if they are compiled in, else empty.
     """
 
     kind: str
     width: int = 0
-    shapes: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[Shape, ...] = ()
+
+
+class ArgumentSpec(NamedTuple):
+    """One tensor that a program takes beside its lists: a field of :class:`~compiled_optim.program.Arguments`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+
+class Scalars:
+    """The numbers a rule needs: as Python floats, and as a 1-D CPU tensor over memory that is refilled in place.
+
+    The tensor holds every value and then one minus every value, both computed in double precision and rounded once.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self.values: Sequence[float] = [0.0] * count
+        self._typecode = "d" if dtype == torch.float64 else "f"
+        # one more element: a tensor needs memory, and a rule may have no scalars
+        self._memory = array(self._typecode, [0.0] * (2 * count or 1))
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype)[: 2 * count]
+
+    def fill(self, values: Sequence[float]) -> None:
+        """Write this step's values."""
+        self.values = values
+        if values:
+            self._memory[:] = array(self._typecode, [*values, *[1 - value for value in values]])
+
+
+class BoundArguments(NamedTuple):
+    """The memory a bound call takes its arguments from; it is rewritten before each step.
+
+    ``totals`` has a row for each sum and a column for each tensor. The measuring phase of a rule writes it, the
+    finishing phase reads it.
+    """
+
+    scalars: Scalars | None = None
+    grad_scale: Tensor | None = None
+    totals: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the arguments that are there, as tensors by name."""
+        scalars = self.scalars.tensor if self.scalars is not None else None
+        named = {"scalars": scalars, "grad_scale": self.grad_scale, "totals": self.totals}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class Signature:
     """Everything a compiled unit assumes. A unit is never run on anything else.
 
-    ``device`` has its index where there is one: generated code may name it.
+    ``device`` has its index where there is one, because generated code may name it.
     """
 
     program: Program
     device: str
     rank: int
     dtypes: tuple[torch.dtype, ...]
-    shared: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    arguments: tuple[ArgumentSpec, ...]
     lane: Lane
 
     def __str__(self) -> str:
@@ -59,6 +110,37 @@ class Signature:
         rows = ", rows" if self.rank > 1 else ""
         variant = "".join(f", {word}" for word in self.program.variant)
         return f"{self.program.name}[{'+'.join(dtypes)}{rows}{variant}, {self.lane.kind}×{self.lane.width or 'all'}]"
+
+
+class UnitCall(NamedTuple):
+    """One call of a unit: its signature, and which of the batch's tensors it takes."""
+
+    signature: Signature
+    indices: Sequence[int]
+
+
+@dataclass
+class Batch:
+    """A program over tensors that share device, dtypes and number of dimensions: what a backend compiles and binds.
+
+    ``dtypes`` has one entry for each list, gradients first. ``shapes`` are those in which the tensors are viewed.
+    """
+
+    backend: Backend
+    program: Program
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    shapes: Sequence[Shape]
+    arguments: tuple[ArgumentSpec, ...] = ()
+
+    @cached_property
+    def calls(self) -> Sequence[UnitCall]:
+        """The calls the backend makes for this batch."""
+        return self.backend.units(self)
+
+    def bind(self, lists: TensorLists = (), arguments: BoundArguments = BoundArguments()) -> BoundBatch:  # noqa: B008
+        """Fix the parameters, the states and the arguments; the result is called with the gradients."""
+        return self.backend.bind(self, lists, arguments)
 
 
 Call = Callable[[Sequence[Tensor]], Tensor | None]
@@ -73,8 +155,30 @@ class Unit(ABC):
     from_disk: bool = False
 
     @abstractmethod
-    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Fix all lists but the gradients; the returned call takes those, in the given shapes."""
+
+
+class BoundCall(NamedTuple):
+    """A unit bound to memory: ``pick`` takes its gradients out of the batch's, ``call`` runs it on them."""
+
+    unit: Unit
+    signature: Signature
+    pick: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    call: Call
+
+
+class BoundBatch:
+    """A batch bound to memory. Call it with the gradients of all its tensors."""
+
+    def __init__(self, calls: Sequence[BoundCall]) -> None:
+        self.calls = calls
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """Run the program; returns what :attr:`Program.result` says."""
+        for _, _, pick, call in self.calls:
+            call(pick(grads))
+        return None
 
 
 class Backend(ABC):
@@ -84,56 +188,51 @@ class Backend(ABC):
     devices: tuple[str, ...] = ()
     compiles: bool = True
     seconds_per_unit: float = 5.0
-    """About how long a unit takes to compile, to be told before."""
-    by_address: bool = False
-    """Whether units only take the address of a gradient, so that nobody has to view it in the shape of its lane."""
+    """About how long a unit takes to compile, for the message before compiling."""
+    grads_by_address: bool = False
+    """Whether calls take only the address of a gradient, so that it need not be viewed in the shape of its lane."""
 
     def __init__(self) -> None:
         self._units: dict[Signature, Unit] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> Backend:
-        """A backend is a service, not data: copies of an optimizer share it."""
+        """Return itself: a backend is a service, and copies of an optimizer share it."""
         return self
-
-    def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
-        """Pickle by name, for the same reason."""
-        from compiled_optim.backends.registry import get
-
-        return get, (self.name,)
 
     def __repr__(self) -> str:
         return f"<backend {self.name!r}>"
 
     @abstractmethod
     def available(self) -> Availability:
-        """Whether this machine can compile and run here, and if not, why; never raises, cheap after the first time."""
+        """Say whether this machine can compile and run here. Never raises; cheap after the first time."""
 
     @abstractmethod
-    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
-        """Cut a list of tensors, given by their shapes, into calls: the lane and the indices of each.
+    def units(self, batch: Batch) -> Sequence[UnitCall]:
+        """Return the calls that run this batch. A tensor without elements needs no call."""
 
-        A tensor without elements needs no call.
-        """
+    @abstractmethod
+    def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
+        """Return one callable for the batch, with everything but the gradients fixed."""
 
     @abstractmethod
     def compile(self, signature: Signature) -> Unit:
         """Compile the unit for a signature, without touching any of the user's tensors."""
 
-    def cache(self) -> Path | None:
-        """The directory where other processes find what this one compiled, if there is one."""
+    def cache_directory(self) -> Path | None:
+        """Return the directory where other processes find what this one compiled, if there is one."""
         return None
 
-    def keeps(self, signature: Signature) -> bool:
-        """Whether the unit for this signature seems to be in the cache, so that it is loaded instead of compiled."""
+    def is_cached(self, signature: Signature) -> bool:
+        """Return True if the unit for this signature seems to be on disk, so that it is loaded, not compiled."""
         return False
 
-    def compiles_anew(self, signature: Signature) -> bool:
-        """Whether asking for the unit of this signature will compile or load it, which may take a while."""
+    def needs_compile(self, signature: Signature) -> bool:
+        """Return True if getting this unit will compile or load it, which may take a while."""
         return self.compiles and signature not in self._units
 
-    def unit(self, signature: Signature) -> Unit:
-        """The unit for this signature, compiled if this is the first time it is asked for."""
+    def get_unit(self, signature: Signature) -> Unit:
+        """Return the unit for this signature; compile it if this is the first time it is asked for."""
         with self._lock:
             if signature not in self._units:
                 self._units[signature] = self.compile(signature)

@@ -1,9 +1,9 @@
 """The CPU backend: lanes over 1-D views, compiled by Inductor to C++ loops that take any length.
 
 A *lane* is one tensor's place in a call. A unit is compiled for a fixed number of lanes of any length, so it serves
-every model; a call that has fewer tensors than lanes fills up with empty ones. There are two kinds of units: parallel
-ones for large tensors, where each loop is shared out over the threads, and serial ones for small tensors, where
-starting the threads would cost more than the loop.
+every model; a call that has fewer tensors than lanes fills the rest with empty ones. There are two kinds of units:
+parallel ones for large tensors, where the threads share each loop, and serial ones for small tensors, where starting
+the threads would cost more than the loop.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from compiled_optim.backends import store
-from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
+from compiled_optim.backends import disk_cache
+from compiled_optim.backends.base import Availability, BoundArguments, Call, Lane, Shape, Signature, Unit
 from compiled_optim.backends.graph import Graph
-from compiled_optim.backends.inductor import COMPILER_REMEDY, capture, settings
+from compiled_optim.backends.inductor import COMPILER_REMEDY, compile_any_size, settings
+from compiled_optim.backends.lanes import LaneBackend
 from compiled_optim.program import TensorLists
 
-PARALLEL = Lane("parallel", 1)  # what one pass leaves in the cache is for the next pass over the same tensor
+PARALLEL = Lane("parallel", 1)  # one tensor: what a pass leaves in the cache serves the next pass over it
 SERIAL = Lane("serial", 4)
 
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
 
 COMMON_OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-# what a later pass needs again is computed again: about as many bytes are read as for a temporary, and nothing is
-# allocated, which for a large tensor costs a page fault every 4 KB of every step
+# a later pass recomputes what it needs again: that reads about as many bytes as a temporary would, and allocates
+# nothing, which for a large tensor costs a page fault every 4 KB of every step
 NO_TEMPORARIES = dict.fromkeys(
     ("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000
 )
@@ -45,8 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def early_stores() -> dict[str, Any]:
-    """Store what a second pass reads back; not imported until something is compiled, as it brings Inductor with it."""
-    from compiled_optim.backends.early import EarlyStores
+    """Return the pass that stores early what a second pass reads back; imports Inductor, so only when compiling."""
+    from compiled_optim.backends.early_stores import EarlyStores
 
     return {"post_grad_custom_post_pass": EarlyStores()}
 
@@ -56,7 +56,7 @@ HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
 
 
 def compiler() -> str:
-    """The C++ compiler, where Inductor will look for it."""
+    """Return the C++ compiler, where Inductor will look for it."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
@@ -70,42 +70,41 @@ class LaneUnit(Unit):
         self.seconds = graph.seconds
         self.from_disk = graph.from_disk
 
-    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
-        """Lay out the graph's arguments once; a call only puts the gradients into their places."""
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
+        """Order the graph's inputs once; a call only puts the gradients into their places."""
         width, nothing = self._signature.lane.width, (0,) * self._signature.rank
         lanes = [
             [*tensors, *[torch.empty(nothing, dtype=dtype, device="cpu")] * (width - len(tensors))]
             for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
         ]
-        template = self._graph.arguments([*shapes, *[nothing] * (width - len(shapes))], lanes, shared)
-        return self._graph.bind(template, len(shapes))
+        all_shapes = [*shapes, *[nothing] * (width - len(shapes))]
+        return self._graph.bind(self._graph.order_inputs(all_shapes, lanes, arguments.tensors()), len(shapes))
 
 
-class CpuBackend(Backend):
+class CpuBackend(LaneBackend):
     """Inductor's C++ code, one unit for each signature, whatever the model."""
 
     name = "cpu"
     devices = ("cpu",)
-    by_address = True
-
+    grads_by_address = True
     seconds_per_unit = 2.5
 
-    def cache(self) -> Path | None:
-        """Inductor's."""
-        return store.directory()
+    def cache_directory(self) -> Path | None:
+        """Return Inductor's."""
+        return disk_cache.directory()
 
-    def keeps(self, signature: Signature) -> bool:
-        """Whether there is a record of a graph like this."""
+    def is_cached(self, signature: Signature) -> bool:
+        """Return True if there is a record of a graph like this."""
         kind = signature.lane.kind
-        return store.keeps(signature, settings(HINTS[kind], OPTIONS[kind]))
+        return disk_cache.contains(signature, settings(HINTS[kind], OPTIONS[kind]))
 
     def available(self) -> Availability:
-        """Whether there is a C++ compiler where Inductor will look for one."""
+        """Say whether there is a C++ compiler where Inductor will look for one."""
         if shutil.which(compiler()) is None:
             return Availability(False, f"no C++ compiler was found (looked for {compiler()!r}); {COMPILER_REMEDY}")
         return Availability(True)
 
-    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
+    def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
         """Cut into calls of large tensors and of small ones; empty tensors need no call."""
         sizes = list(map(math.prod, shapes))
         large = [i for i, size in enumerate(sizes) if size >= LARGE]
@@ -119,4 +118,4 @@ class CpuBackend(Backend):
     def compile(self, signature: Signature) -> Unit:
         """Compile the program over this signature's lanes."""
         kind = signature.lane.kind
-        return LaneUnit(capture(signature, HINTS[kind], OPTIONS[kind], PASSES[kind]), signature)
+        return LaneUnit(compile_any_size(signature, HINTS[kind], OPTIONS[kind], PASSES[kind]), signature)

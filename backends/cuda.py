@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.backends.base import Availability, Call
+from compiled_optim.backends.base import Availability, BoundArguments, Call, Shape
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.whole_lists import REMEDY, ListUnit, WholeListBackend
 from compiled_optim.program import TensorLists
@@ -32,11 +32,11 @@ OPTIONS: dict[str, Any] = {
 
 
 class CudaUnit(ListUnit):
-    """A unit that refuses to be recorded."""
+    """A unit that refuses to be captured in a CUDA graph."""
 
-    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
-        """As all units, with a look at the stream before each call."""
-        run = super().bind(shapes, lists, shared)
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
+        """Bind as all units do, and check the stream before each call."""
+        run = super().bind(shapes, lists, arguments)
 
         def call(grads: Sequence[Tensor]) -> Tensor | None:
             if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""List operations as operations on each tensor, for compilers that lack them."""
+"""List operations as operations on each tensor, for compilers that lack them or fuse worse across them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,51 @@ NAMES = (
 BY_A_NUMBER = {"maximum": "clamp_min", "minimum": "clamp_max"}
 OVERLOADS = ("default", "List", "Scalar", "ScalarList", "Tensor")
 
+Decompositions = dict[OpOverload, Callable[..., Any]]
 
-def foreach_decompositions(has_converter: Callable[[OpOverload], bool]) -> dict[OpOverload, Callable[..., Any]]:
-    """A decomposition of every ``torch._foreach_*`` operation that a compiler does not convert as it is.
 
-    One over two lists is taken apart in any case where their shapes differ: kernels for lists do not broadcast.
-    """
-    found: dict[OpOverload, Callable[..., Any]] = {}
+def foreach_decompositions() -> Decompositions:
+    """Return a decomposition of every ``torch._foreach_*`` operation, in-place ones too."""
+    found: Decompositions = {}
     for name in NAMES:
-        packet = getattr(torch.ops.aten, f"_foreach_{name}")
-        for overload in set(OVERLOADS) & set(packet.overloads()):
-            operation = getattr(packet, overload)
-            if not has_converter(operation):
-                single = BY_A_NUMBER.get(name, name) if overload.startswith("Scalar") else name
-                found[operation] = _copies if name == "copy" else _each(single)
-            elif overload == "List":
-                found[operation] = _each_unless_alike(name)
+        for operation, single in _overloads(f"_foreach_{name}", name):
+            found[operation] = _copies if name == "copy" else _each(single)
+        for operation, single in _overloads(f"_foreach_{name}_", name):
+            found[operation] = _copy_each_ if name == "copy" else _each_in_place(single)
     return found
 
 
-def whole_view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """A view by strides that shows all of a tensor as it is is the tensor: see :func:`compiled_optim.lists.settled`."""
+def missing_foreach_decompositions(has_converter: Callable[[OpOverload], bool]) -> Decompositions:
+    """Return a decomposition of every functional ``torch._foreach_*`` operation that a compiler does not convert.
+
+    An operation over two lists is decomposed in any case where their shapes differ: kernels for lists do not broadcast.
+    """
+    found: Decompositions = {}
+    for name in NAMES:
+        for operation, single in _overloads(f"_foreach_{name}", name):
+            if not has_converter(operation):
+                found[operation] = _copies if name == "copy" else _each(single)
+            elif operation._overloadname == "List":
+                found[operation] = _each_unless_alike(single)
+    return found
+
+
+def skip_whole_view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """Decompose a view by strides that shows all of a tensor as it is into the tensor: see ``tensors.materialize``."""
     same = (tuple(size), tuple(stride), offset or 0) == (tensor.shape, tensor.stride(), tensor.storage_offset())
     return tensor if same else NotImplemented
+
+
+def _overloads(packet_name: str, name: str) -> list[tuple[OpOverload, str]]:
+    """Return the overloads of a list operation, and the operation on one tensor that each applies."""
+    packet = getattr(torch.ops.aten, packet_name, None)
+    if packet is None:
+        return []
+    return [
+        (getattr(packet, overload), BY_A_NUMBER.get(name, name) if overload.startswith("Scalar") else name)
+        for overload in OVERLOADS
+        if overload in packet.overloads()
+    ]
 
 
 def _each(name: str) -> Callable[..., list[Tensor]]:
@@ -53,9 +75,23 @@ def _each(name: str) -> Callable[..., list[Tensor]]:
     return apply
 
 
+def _each_in_place(name: str) -> Callable[..., None]:
+    each = _each(name)
+
+    def apply(tensors: Sequence[Tensor], *others: Any, **kwargs: Any) -> None:
+        _copy_each_(tensors, each(tensors, *others, **kwargs))
+
+    return apply
+
+
 def _copies(tensors: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> list[Tensor]:
-    """The sources in the dtypes of what they are copied to: a copy as such would be broadcast too."""
+    """Return the sources in the dtypes of what they are copied to: a copy as such would be broadcast too."""
     return [source.to(tensor.dtype, copy=True) for tensor, source in zip(tensors, sources, strict=True)]
+
+
+def _copy_each_(tensors: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
+    for tensor, source in zip(tensors, sources, strict=True):
+        tensor.copy_(source)
 
 
 def _each_unless_alike(name: str) -> Callable[..., Any]:

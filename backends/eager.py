@@ -1,4 +1,4 @@
-"""The eager backend: runs the very program the others compile, on whole lists. For debugging and as a reference."""
+"""The eager backend: runs the same program the other backends compile. For debugging and as a reference."""
 
 from __future__ import annotations
 
@@ -8,44 +8,51 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compiled_optim.backends.base import Availability, Backend, Call, Lane, Signature, Unit
-from compiled_optim.program import Program, TensorLists
+from compiled_optim.backends.base import Availability, BoundArguments, Call, Lane, Shape, Signature, Unit
+from compiled_optim.backends.lanes import LaneBackend
+from compiled_optim.program import Arguments, Program, TensorLists
 
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
 
-def asked_for_eager() -> bool:
-    """Whether the environment asks for eager steps in the whole run."""
+def eager_requested() -> bool:
+    """Return True if the environment asks for eager steps in the whole run."""
     return os.environ.get(EAGER_VARIABLE, "0") not in ("", "0")
 
 
 class EagerUnit(Unit):
-    """A program run as it stands."""
+    """A program run as it is, with hyperparameters as Python numbers."""
 
     graphs = 0
 
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def bind(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> Call:
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Return the program with everything but the gradients filled in."""
-        return lambda grads: self._program([list(grads), *lists], shared)
+        program, (scalars, grad_scale, totals) = self._program, arguments
+
+        def call(grads: Sequence[Tensor]) -> Tensor | None:
+            values = scalars.values if scalars is not None else None
+            return program([list(grads), *lists], Arguments(values, grad_scale, totals))
+
+        return call
 
 
-class EagerBackend(Backend):
-    """Works on every device and compiles nothing; chosen by ``compile=False``, never in silence."""
+class EagerBackend(LaneBackend):
+    """Works on every device and compiles nothing; used only with ``compile=False``."""
 
     name = "eager"
     compiles = False
 
     def available(self) -> Availability:
-        """Always."""
+        """Return True: there is nothing to be missing."""
         return Availability(True)
 
-    def cut(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Lane, list[int]]]:
-        """One call for the whole list; empty tensors need none."""
-        places = [i for i, shape in enumerate(shapes) if math.prod(shape)]
-        return [(Lane("list"), places)] if places else []
+    def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
+        """Make one call for the whole list; empty tensors need none."""
+        indices = [i for i, shape in enumerate(shapes) if math.prod(shape)]
+        return [(Lane("list"), indices)] if indices else []
 
     def compile(self, signature: Signature) -> Unit:
         """Wrap the program."""

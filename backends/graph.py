@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_optim.backends.base import Call
+from compiled_optim.backends.base import Call, Shape
 from compiled_optim.program import TensorLists
 
-Place = tuple[int, int]
-"""Where an input comes from: the list, and the place in it."""
+Place = tuple[int | str, int]
+"""Where an input comes from, and its index there: a list by its number, an argument by its name, or SIZES."""
 
-SIZES = -1
-"""As the list of a :data:`Place`: all lanes' sizes, dimension by dimension."""
+SIZES = "sizes"
+"""The source of inputs that are the sizes of the lanes, dimension by dimension."""
 
-SHARED = -2
-"""As the list of a :data:`Place`: the tensors shared by all lanes."""
+ArgumentValues = Mapping[str, Tensor | Sequence[Tensor]]
+"""The arguments by name; the scalars of an accelerator are 0-dim tensors."""
 
 
 @dataclass
@@ -37,51 +37,54 @@ class Graph:
     from_disk: bool = False
     one_kernel: bool = False
 
-    def __call__(self, arguments: list[Any]) -> Sequence[Tensor]:
-        """Run the graph on the inputs it asks for."""
+    def __call__(self, inputs: list[Any]) -> Sequence[Tensor]:
+        """Run the graph on inputs in its own order."""
         if self.one_kernel:
-            self.run(*arguments)
+            self.run(*inputs)
             return ()
-        outputs: Sequence[Tensor] = self.run(arguments)
+        outputs: Sequence[Tensor] = self.run(inputs)
         return outputs
 
-    def arguments(self, shapes: Sequence[tuple[int, ...]], lists: TensorLists, shared: Sequence[Tensor]) -> list[Any]:
-        """The graph's inputs in its own order."""
-        sizes = [size for shape in shapes for size in shape]
-        sources: dict[int, Sequence[Any]] = {SIZES: sizes, SHARED: shared, **dict(enumerate(lists))}
-        return [sources[i][place] for i, place in self.inputs]
+    def order_inputs(self, shapes: Sequence[Shape], lists: TensorLists, arguments: ArgumentValues) -> list[Any]:
+        """Return the graph's inputs in its own order."""
+        sources: dict[int | str, Sequence[Any]] = {
+            SIZES: [size for shape in shapes for size in shape],
+            **{name: [value] if isinstance(value, Tensor) else value for name, value in arguments.items()},
+            **dict(enumerate(lists)),
+        }
+        return [sources[source][index] for source, index in self.inputs]
 
     def bind(self, template: list[Any], count: int) -> Call:
-        """A call that puts ``count`` gradients, list 0, into their places among these arguments and runs the graph."""
+        """Return a call that puts ``count`` gradients, list 0, into their places among these inputs and runs."""
         run = self.run
-        filled = _filling(template, {at: lane for at, (i, lane) in enumerate(self.inputs) if i == 0 and lane < count})
+        fill = _filler(template, {at: lane for at, (i, lane) in enumerate(self.inputs) if i == 0 and lane < count})
 
         def call_kernel(grads: Sequence[Tensor]) -> None:
-            run(*filled(grads))
+            run(*fill(grads))
 
         def call_graph(grads: Sequence[Tensor]) -> Tensor | None:
-            outputs = run(filled(grads))
+            outputs = run(fill(grads))
             return outputs[0] if outputs else None
 
         return call_kernel if self.one_kernel else call_graph
 
 
-def _filling(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """A function that returns a copy of the template with values in it: at each of the places, the value it names."""
+def _filler(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], list[Any]]:
+    """Return a function that copies the template and puts values in: at each place, the value of the given index."""
     strides = {after - before for before, after in pairwise(places)}
     if places and list(places.values()) == list(range(len(places))) and len(strides) <= 1:
         evenly = slice(min(places), max(places) + 1, *strides)
 
-        def filled(values: Sequence[Tensor]) -> list[Any]:
-            arguments = template.copy()
-            arguments[evenly] = values
-            return arguments
+        def fill(values: Sequence[Tensor]) -> list[Any]:
+            inputs = template.copy()
+            inputs[evenly] = values
+            return inputs
     else:
 
-        def filled(values: Sequence[Tensor]) -> list[Any]:
-            arguments = template.copy()
+        def fill(values: Sequence[Tensor]) -> list[Any]:
+            inputs = template.copy()
             for place, i in places.items():
-                arguments[place] = values[i]
-            return arguments
+                inputs[place] = values[i]
+            return inputs
 
-    return filled
+    return fill

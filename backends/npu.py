@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from compiled_optim.backends.base import Availability
-from compiled_optim.backends.decompositions import foreach_decompositions, whole_view
+from compiled_optim.backends.decompositions import missing_foreach_decompositions, skip_whole_view
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
 
@@ -45,7 +45,10 @@ class NpuBackend(WholeListBackend):
         config.experimental_config.keep_inference_input_mutations = True
         config.experimental_config.frozen_parameter = False
         # the converter of as_strided fails on 0-dim tensors
-        decompositions = {**foreach_decompositions(has_converter), torch.ops.aten.as_strided.default: whole_view}
+        decompositions = {
+            **missing_foreach_decompositions(has_converter),
+            torch.ops.aten.as_strided.default: skip_whole_view,
+        }
         backend = torchair.get_npu_backend(compiler_config=config, custom_decompositions=decompositions)
         compiled = backend(module, inputs)
         return (lambda arguments: compiled(*arguments)), 0

@@ -5,7 +5,11 @@ A third-party backend that serves a device type is preferred over the built-in o
 
 from __future__ import annotations
 
+import copyreg
+from collections.abc import Callable
 from importlib.metadata import entry_points
+
+import torch
 
 from compiled_optim.backends.base import Backend
 from compiled_optim.backends.cpu import CpuBackend
@@ -23,17 +27,18 @@ _entry_points_loaded = False
 def register(backend: Backend) -> Backend:
     """Make a backend known under its name, replacing an earlier one of that name."""
     _backends[backend.name] = backend
+    copyreg.pickle(type(backend), _by_name)  # a backend is a service: pickles of an optimizer hold its name
     return backend
 
 
 def names() -> list[str]:
-    """The names of all registered backends."""
+    """Return the names of all registered backends."""
     _load_entry_points()
     return sorted(_backends)
 
 
 def get(name: str) -> Backend:
-    """The backend of this name."""
+    """Return the backend of this name."""
     _load_entry_points()
     try:
         return _backends[name]
@@ -42,7 +47,7 @@ def get(name: str) -> Backend:
 
 
 def for_device(device_type: str) -> Backend:
-    """The backend that compiles for a device type; the most recently registered one wins."""
+    """Return the backend that compiles for a device type; the most recently registered one wins."""
     _load_entry_points()
     for backend in reversed(_backends.values()):
         if device_type in backend.devices:
@@ -51,6 +56,24 @@ def for_device(device_type: str) -> Backend:
         f"no backend compiles for device type {device_type!r}; "
         f"pass compile=False to run the same step eagerly, or register a backend that serves it"
     )
+
+
+def select(optimizer: str, device: torch.device, preferred: Backend | None) -> Backend:
+    """Return the backend for a device, the preferred one or the device's own; raise if it cannot work here."""
+    backend = preferred or for_device(device.type)
+    if backend.devices and device.type not in backend.devices:
+        raise BackendUnavailableError(
+            f"backend {backend.name!r} serves {', '.join(backend.devices)} but a parameter is on {device.type!r}; "
+            "leave backend=None to have it chosen by device"
+        )
+    available = backend.available()
+    if not available:
+        raise BackendUnavailableError(f"{optimizer} cannot be compiled by backend {backend.name!r}: {available.reason}")
+    return backend
+
+
+def _by_name(backend: Backend) -> tuple[Callable[[str], Backend], tuple[str]]:
+    return get, (backend.name,)
 
 
 def _load_entry_points() -> None:

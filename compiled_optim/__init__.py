@@ -8,19 +8,20 @@
 >>> opt.zero_grad()
 """
 
-from compiled_optim.adadelta import Adadelta
-from compiled_optim.adam import Adam, AdamW
-from compiled_optim.adamp import AdamP
-from compiled_optim.adan import Adan
-from compiled_optim.bertadam import BertAdam
-from compiled_optim.compare import Comparison
+from compiled_optim.diagnostics.compare import Comparison
+from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
-from compiled_optim.explain import Explanation
-from compiled_optim.lamb import Lamb
-from compiled_optim.lion import Lion
 from compiled_optim.optimizer import Optimizer
-from compiled_optim.rmsprop import RMSprop, RMSpropTF
-from compiled_optim.sgd import SGD
+from compiled_optim.rules.adadelta import Adadelta
+from compiled_optim.rules.adam import Adam, AdamW
+from compiled_optim.rules.adamp import AdamP
+from compiled_optim.rules.adan import Adan
+from compiled_optim.rules.bertadam import BertAdam
+from compiled_optim.rules.lamb import Lamb
+from compiled_optim.rules.lion import Lion
+from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
+from compiled_optim.rules.sgd import SGD
+from compiled_optim.tensors import Tensors
 
 __all__ = [
     "SGD",
@@ -40,4 +41,5 @@ __all__ = [
     "RMSpropTF",
     "ReallocationError",
     "RuleError",
+    "Tensors",
 ]

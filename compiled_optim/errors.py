@@ -3,50 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from compiled_optim.change import Change
-
-
-LISTED = 10
-"""So many changes are spelled out in a message."""
+MAX_LISTED_CHANGES = 10
+"""How many changes the message of a ReallocationError spells out."""
 
 
 class BackendUnavailableError(RuntimeError):
-    """A step was to be compiled where that cannot be done; the message says what is missing and what to do."""
+    """A step cannot be compiled here. The message says what is missing and what to do."""
+
+
+class DescribesChange(Protocol):
+    """One reallocated parameter: ``str()`` gives the change, ``cause`` the code that likely made it."""
+
+    @property
+    def cause(self) -> str:
+        """What users usually write when this happens."""
 
 
 class ReallocationError(RuntimeError):
-    """A parameter was reallocated behind the optimizer's back and ``on_realloc="raise"`` is set.
+    """A parameter was reallocated and the optimizer has ``on_realloc="raise"``.
 
-    ``changes`` holds one :class:`~compiled_optim.change.Change` for each parameter. The step that raised has modified
-    nothing: take one of the two ways out the message names.
+    ``changes`` holds one :class:`~compiled_optim.guard.change.Change` for each parameter. The step that raised has
+    modified nothing.
     """
 
-    def __init__(self, changes: Sequence[Change]) -> None:
+    def __init__(self, changes: Sequence[DescribesChange]) -> None:
         self.changes = tuple(changes)
         count = len(self.changes)
         lines = [f"{count} parameters were" if count > 1 else "a parameter was"]
-        lines[0] += " reallocated behind the optimizer's back; nothing was updated"
-        for change in self.changes[:LISTED]:
+        lines[0] += f" reallocated since the optimizer last saw {'them' if count > 1 else 'it'}; nothing was updated"
+        for change in self.changes[:MAX_LISTED_CHANGES]:
             lines += [f"  {change}", f"    likely by {change.cause}"]
-        if count > LISTED:
-            lines.append(f"  ... and {count - LISTED} more, in this exception's .changes")
+        if count > MAX_LISTED_CHANGES:
+            lines.append(f"  ... and {count - MAX_LISTED_CHANGES} more, in this exception's .changes")
         lines += [
             "two ways out:",
-            "  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,",
-            "    because the memory is another",
-            '  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it',
+            "  - convert or replace parameters before the optimizer is constructed; converting back does not help,",
+            "    because it allocates new storage",
+            '  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it',
         ]
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[type[ReallocationError], tuple[Sequence[Change]]]:
+    def __reduce__(self) -> tuple[type[ReallocationError], tuple[Sequence[DescribesChange]]]:
         return type(self), (self.changes,)
 
 
 class RuleError(TypeError):
-    """An update rule does not keep its contract: ``what`` it does, ``where``, and the ``remedy``."""
+    """An update rule breaks its contract: ``what`` it does, ``where``, and the ``remedy``."""
 
     def __init__(self, what: str, where: str, remedy: str) -> None:
         self.what, self.where, self.remedy = what, where, remedy

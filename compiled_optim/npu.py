@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.adadelta import Adadelta
-from compiled_optim.adam import Adam, AdamW
-from compiled_optim.adamp import AdamP
-from compiled_optim.bertadam import BertAdam
-from compiled_optim.lamb import Lamb
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import TorchOptions
-from compiled_optim.rmsprop import RMSprop, RMSpropTF
-from compiled_optim.sgd import SGD
+from compiled_optim.rules.adadelta import Adadelta
+from compiled_optim.rules.adam import Adam, AdamW
+from compiled_optim.rules.adamp import AdamP
+from compiled_optim.rules.bertadam import BertAdam
+from compiled_optim.rules.lamb import Lamb
+from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
+from compiled_optim.rules.sgd import SGD
 
 __all__ = [
     "NpuFusedAdadelta",

@@ -1,8 +1,9 @@
-"""The keyword-only options of optimizers, for type checkers: what a constructor passes on to the base class."""
+"""The keyword-only options of all optimizers: their types, for constructors to pass on, and their checks."""
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
 
 from compiled_optim.backends import Backend
 
@@ -12,6 +13,7 @@ TORCH_SWITCHES: dict[str, bool | None] = {
     "capturable": False,
     "differentiable": False,
 }
+"""torch.optim's options that are accepted where torch has an optimizer of the same name, and have no effect."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -35,3 +37,20 @@ class TorchOptions(EngineOptions, total=False):
     fused: bool | None
     capturable: bool
     differentiable: bool
+
+
+def check_options(
+    optimizer: str, has_torch_switches: bool, switches: Mapping[str, Any], on_realloc: str, max_grad_norm: float | None
+) -> None:
+    """Raise if an option is unknown or out of range."""
+    unknown = switches.keys() - (TORCH_SWITCHES if has_torch_switches else {}).keys()
+    if unknown:
+        raise TypeError(f"{optimizer} got an unexpected keyword argument {min(unknown)!r}")
+    if switches.get("differentiable"):
+        raise NotImplementedError(
+            "differentiable=True is not supported: a compiled step is not recorded by autograd; use torch.optim"
+        )
+    if on_realloc not in ("recompile", "raise"):
+        raise ValueError(f'Invalid on_realloc value: {on_realloc!r}; use "recompile" or "raise"')
+    if max_grad_norm is not None and not max_grad_norm >= 0.0:
+        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")

@@ -1,29 +1,53 @@
-"""Programs: what a compiled unit computes, as a function over parallel lists of 1-D tensors.
+"""Programs: what a compiled unit computes, as a function over parallel lists of tensors.
 
-A program is hashable and holds everything that changes its graph, so equal programs compile to equal graphs. The same
-object is what runs in eager mode and what a backend compiles. The first list is always the gradients: they are new
-tensors every step, while everything else is bound once.
+A program is hashable and holds everything that changes its graph, so equal programs compile to equal graphs. Eager
+mode runs the same object that a backend compiles. The first list is always the gradients, which are new tensors every
+step; everything else is bound once.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lists import Sums, TensorList, Total, sum_dtype
+from compiled_optim.storage import Direct, Storage
+from compiled_optim.tensors import AllReduce, Scalar, Tensors, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
+ScalarValues: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float]
+"""Hyperparameters: a 1-D tensor or 0-dim tensors, every value and then one minus every value; or Python numbers."""
+
+
+class Arguments(NamedTuple):
+    """What a program takes beside its lists; None where it does not take it.
+
+    ``grad_scale`` is a 0-dim tensor that gradients are multiplied by. ``totals`` are a rule's sums over whole tensors,
+    sum by sum for all tensors, for the second phase of a rule over sharded tensors.
+    """
+
+    scalars: ScalarValues | None = None
+    grad_scale: Tensor | None = None
+    totals: Tensor | None = None
+
+
+class Result(Enum):
+    """What a program returns."""
+
+    NOTHING = "nothing"
+    SUM = "one sum over all its tensors, as a 0-dim tensor"
+    SUMS = "sums over each tensor, sum by sum, as a 1-D tensor"
+
 
 class Program(Protocol):
-    """A pure function over parallel lists (gradients first) and a few tensors that all of them share."""
+    """A pure function over parallel lists (gradients first) and a few arguments that all tensors share."""
 
     @property
     def name(self) -> str:
@@ -31,17 +55,27 @@ class Program(Protocol):
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """Words that tell it from others of the same name."""
+        """Words that distinguish it from other programs of the same name."""
         return ()
 
-    def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor | None:
+    @property
+    def result(self) -> Result:
+        """What it returns."""
+        return Result.NOTHING
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it sums over tensors."""
+        return False
+
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Run the program; what it updates, it updates in place."""
 
     def __hash__(self) -> int: ...
 
 
 class Phase(Enum):
-    """Which part of a rule a program is; see :class:`UpdateProgram`."""
+    """Which part of a rule a program runs; see :class:`UpdateProgram`."""
 
     WHOLE = "whole"
     MEASURE = "measure"
@@ -50,26 +84,30 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """An optimizer's update rule over ``[grads, params, *states]`` with ``[scalars, grad_scale, totals]``.
+    """An optimizer's update rule over ``[grads, params, *states]``.
 
-    The scalars are one 1-D tensor, or a 0-dim tensor each in its place; the others are there if the program is
-    ``scaled`` and in its last phase. The rule sees its tensors in the dtype of the scalars, which is float32 or better:
-    low-precision parameters and states are widened on the way in and rounded once on the way out.
+    The rule sees its tensors in ``dtype``, which is float32 or float64; ``storages``, of the parameters and of each
+    state, convert from and to what is kept in memory. No storages means that everything is kept in ``dtype``.
 
-    Where tensors are split over processes, a rule that takes sums over a whole tensor is run twice. It says so by an
-    argument ``total``, through which it passes its sums. In the first phase it only gets that far, and the program
-    returns the sums over this process's shards; in the second it gets those over all shards, from ``totals``. What a
-    phase does not need, a compiler leaves out.
+    A rule that sums over tensors passes its sums through its argument ``all_reduce``. Over tensors that are sharded,
+    such a rule runs twice. MEASURE runs it up to that call and returns the sums over this process's shards; nothing
+    is changed. FINISH runs it again with the sums over all shards, from ``totals``.
     """
 
     name: str = field(compare=False)
     update: Callable[..., None]
     states: tuple[str, ...]
     scalars: tuple[str, ...]
-    options: tuple[tuple[str, bool], ...]
+    flags: tuple[tuple[str, bool], ...]
     scaled: bool
+    dtype: torch.dtype = torch.float32
+    storages: tuple[Storage, ...] = ()
     phase: Phase = Phase.WHOLE
-    takes_total: bool = field(init=False, compare=False)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the rule sums over tensors."""
+        return takes_all_reduce(self.update)
 
     @property
     def variant(self) -> tuple[str, ...]:
@@ -77,84 +115,106 @@ class UpdateProgram:
         phase = () if self.phase is Phase.WHOLE else (self.phase.value,)
         return ("scaled", *phase) if self.scaled else phase
 
-    def __post_init__(self) -> None:
-        # not while it is traced
-        object.__setattr__(self, "takes_total", "total" in inspect.signature(self.update).parameters)
+    @property
+    def result(self) -> Result:
+        """Sums if it only measures."""
+        return Result.SUMS if self.phase is Phase.MEASURE else Result.NOTHING
 
-    def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor | None:
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Apply the rule once, in place; or only measure, and change nothing."""
         if self.phase is Phase.MEASURE:
-            return torch.stack(self.take(lists, shared))
-        total: Total = _Known(shared[-1], len(lists[0])) if self.phase is Phase.FINISH else _own
-        homes = lists[1:]
-        work = self._run(lists, homes, shared, total)
-        for home, result in zip(homes, work, strict=True):
-            if home[0].dtype != result[0].dtype:
-                torch._foreach_copy_(home, result)
+            return torch.stack(self.measure(lists, arguments))
+        all_reduce: AllReduce = _local_sums
+        if self.phase is Phase.FINISH:
+            assert arguments.totals is not None
+            all_reduce = _KnownSums(arguments.totals, len(lists[0]))
+        self._run(lists, arguments, all_reduce)
         return None
 
-    def take(self, lists: TensorLists, shared: Sequence[Tensor]) -> list[Tensor]:
-        """The sums the rule takes, tensor by tensor for each; nothing is changed."""
-        taken = _Taken()
-        self._run(lists, [[tensor.clone() for tensor in tensors] for tensors in lists[1:]], shared, taken)
-        return taken.sums
+    def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
+        """Return the sums the rule takes, sum by sum for all tensors; nothing is changed."""
+        recorded = _RecordedSums()
+        copies = [[tensor.clone() for tensor in tensors] for tensors in lists[1:]]
+        self._run([lists[0], *copies], arguments, recorded)
+        return recorded.sums
 
-    def _run(
-        self, lists: TensorLists, homes: TensorLists, shared: Sequence[Tensor], total: Total
-    ) -> list[list[Tensor]]:
-        """Run the rule on these homes; returns what it worked on, which is the homes unless they were widened."""
-        dtype = shared[0].dtype
-        scalars = shared[0].unbind() if shared[0].ndim else shared[: len(self.scalars)]
-        grads: TensorList = _widen(lists[0], dtype)
+    def _run(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
+        kept = lists[1:]
+        storages = self.storages or (Direct(),) * len(kept)
+        grads = Tensors(grad.to(self.dtype) for grad in lists[0])
         if self.scaled:
-            grads = torch._foreach_mul(grads, shared[-2 if self.phase is Phase.FINISH else -1])
-        work = [_widen(home, dtype) for home in homes]
+            assert arguments.grad_scale is not None
+            grads = grads * arguments.grad_scale
+        params, *states = (storage.load(each, self.dtype) for storage, each in zip(storages, kept, strict=True))
         self.update(
-            work[0],
+            params,
             grads,
-            **dict(zip(self.states, work[1:], strict=True)),
-            **dict(zip(self.scalars, scalars, strict=True)),
-            **dict(self.options),
-            **({"total": total} if self.takes_total else {}),
+            **dict(zip(self.states, states, strict=True)),
+            **self._numbers(arguments.scalars),
+            **dict(self.flags),
+            **({"all_reduce": all_reduce} if self.reduces else {}),
         )
-        return work
+        for storage, each, result in zip(storages, kept, (params, *states), strict=True):
+            storage.store(each, result)
+
+    def _numbers(self, values: ScalarValues | None) -> Mapping[str, Any]:
+        """Return the hyperparameters by name, as numbers or as Scalar objects."""
+        given = values.unbind() if isinstance(values, Tensor) else values or ()
+        count = len(self.scalars)
+        if len(given) == count:  # Python numbers
+            return dict(zip(self.scalars, given, strict=True))
+        pairs = zip(given[:count], given[count:], strict=True)
+        return {
+            name: Scalar(value, complement)  # type: ignore[arg-type]
+            for name, (value, complement) in zip(self.scalars, pairs, strict=True)
+        }
+
+
+@lru_cache(maxsize=1024)
+def takes_all_reduce(update: Callable[..., None]) -> bool:
+    """Return True if a rule sums over tensors: it has an argument ``all_reduce``."""
+    return "all_reduce" in inspect.signature(update).parameters
 
 
 @lru_cache(maxsize=256)
 def count_sums(program: UpdateProgram, rank: int) -> int:
-    """How many sums a rule takes over each tensor of so many dimensions: found out by letting it take them."""
-    scalar = torch.ones((), device="cpu")
+    """Return how many sums a rule takes over each tensor with ``rank`` dimensions, by running it once."""
     lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(program.states))]
-    return len(program.take(lists, [scalar] * (len(program.scalars) + 1)))
+    return len(program.measure(lists, example_arguments(program)))
 
 
-def _own(*sums: Sums) -> tuple[Sums, ...]:
-    """The totals where no tensor is split."""
+def example_arguments(program: UpdateProgram) -> Arguments:
+    """Return arguments to try a program with: all ones, on the CPU, in float32."""
+    return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), torch.ones((), device="cpu"))
+
+
+def _local_sums(*sums: Tensors) -> tuple[Tensors, ...]:
+    """Return the sums as they are: no tensor is sharded."""
     return sums
 
 
-class _Taken:
-    """Takes note of the sums, tensor by tensor for each, and hands them back."""
+class _RecordedSums:
+    """Records a rule's sums, sum by sum for all tensors, and returns them as they are."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
 
-    def __call__(self, *sums: Sums) -> tuple[Sums, ...]:
+    def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:
         if self.sums:
-            raise TypeError("update() calls total() more than once; pass all sums in one call, as several lists")
+            raise TypeError("update() calls all_reduce() more than once; pass all sums in one call, as several lists")
         self.sums = [each for one in sums for each in one]
         return sums
 
 
-class _Known:
-    """Answers with the totals of so many tensors, laid out as :class:`_Taken` took their parts."""
+class _KnownSums:
+    """Returns known totals, in the order in which :class:`_RecordedSums` recorded their parts."""
 
     def __init__(self, totals: Tensor, tensors: int) -> None:
         self._totals, self._tensors = totals.unbind(), tensors
 
-    def __call__(self, *sums: Sums) -> tuple[Sums, ...]:
+    def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:
         n = self._tensors
-        return tuple([*self._totals[i * n : (i + 1) * n]] for i in range(len(sums)))
+        return tuple(Tensors(self._totals[i * n : (i + 1) * n]) for i in range(len(sums)))
 
 
 @dataclass(frozen=True)
@@ -164,18 +224,11 @@ class SquaredNormProgram:
     dtype: torch.dtype
     name: str = "squared_norm"
     variant: tuple[str, ...] = ()
+    result: Result = Result.SUM
+    reduces: bool = True
 
-    def __call__(self, lists: TensorLists, shared: Sequence[Tensor]) -> Tensor:
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor:
         """Return the sum as a 0-dim tensor."""
         # tensor by tensor: Inductor does not fuse a foreach operation into the reduction that follows it
-        squares = [grad * grad for grad in _widen(lists[0], self.dtype)]
+        squares = [grad * grad for grad in (grad.to(self.dtype) for grad in lists[0])]
         return torch.stack([square.sum(dtype=sum_dtype(square)) for square in squares]).sum()
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a rule works on tensors of ``dtype``: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _widen(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [tensor.to(dtype) for tensor in tensors]

@@ -1,0 +1,142 @@
+"""Compiled graphs on disk, found again without tracing.
+
+Inductor's own cache is keyed by the traced graph: to look it up, Dynamo and AOTAutograd have to run, which takes a
+second and more in a fresh process. A signature says all that a graph depends on, so it can be looked up by that, and
+what is loaded is Inductor's generated module, from Inductor's cache directory. Everything is best effort: what cannot
+be read is compiled again, what cannot be written is not kept. Graphs from here are verified before use like new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_optim import program
+from compiled_optim.backends.base import Signature
+from compiled_optim.backends.graph import Place
+from compiled_optim.errors import BackendUnavailableError
+from compiled_optim.locations import is_ours
+
+FOLDER = "compiled_optim"
+
+
+def load(
+    signature: Signature, settings: Mapping[str, Any]
+) -> tuple[Callable[[list[Any]], Sequence[torch.Tensor]], list[Place], int] | None:
+    """Return a graph's entry, the places of its inputs and its number of kernels, or None if it is not there."""
+    from torch._inductor.codecache import PyCodeCache
+
+    if not _is_cacheable(signature):
+        return None
+    try:
+        record = json.loads(_path(signature, settings).read_text())
+        module = PyCodeCache.load_by_key_path(record["key"], str(directory() / record["module"]))
+        return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
+    except Exception:  # whatever a stale or damaged file brings, compiling again is the answer
+        return None
+
+
+def save(
+    signature: Signature,
+    settings: Mapping[str, Any],
+    run: Callable[[list[Any]], Sequence[torch.Tensor]],
+    inputs: Sequence[Place],
+    kernels: int,
+) -> None:
+    """Keep a graph for :func:`load`."""
+    if not _is_cacheable(signature):
+        return
+    try:
+        module = Path(inspect.getfile(run)).resolve().relative_to(directory())
+        record = {
+            **{"key": module.stem, "module": str(module), "inputs": list(inputs), "kernels": kernels},
+            "made_by": environment_digest(),
+        }
+        path = _path(signature, settings)
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{id(record)}")
+        draft.write_text(json.dumps(record))
+        draft.replace(path)
+    except (OSError, TypeError, ValueError):
+        return
+
+
+def contains(signature: Signature, settings: Mapping[str, Any]) -> bool:
+    """Return True if :func:`load` will find a record."""
+    return _is_cacheable(signature) and _path(signature, settings).exists()
+
+
+def _rule(signature: Signature) -> Any:
+    """Return what a program's source is: its update rule, or its class."""
+    return getattr(signature.program, "update", type(signature.program))
+
+
+def _is_cacheable(signature: Signature) -> bool:
+    """Return True if the name of the record covers the rule: a user's rule may depend on more than its own source."""
+    return is_ours(_rule(signature))
+
+
+def directory() -> Path:
+    """Return where Inductor keeps what it compiles; the graphs are found again there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()).resolve()
+
+
+def unusable(error: OSError) -> BackendUnavailableError:
+    """Return the error where that directory cannot be written to."""
+    return BackendUnavailableError(
+        f"Inductor's cache directory cannot be used: {error}; set the environment variable TORCHINDUCTOR_CACHE_DIR to "
+        "a directory that can be written to, or pass compile=False to run the same step eagerly"
+    )
+
+
+def count_records() -> int:
+    """Return how many graphs on disk were made by this version of everything."""
+    count = 0
+    for path in (directory() / FOLDER).glob("*.json"):
+        try:
+            count += json.loads(path.read_text())["made_by"] == environment_digest()
+        except (OSError, ValueError, KeyError):
+            continue
+    return count
+
+
+def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
+    """Return the path of a graph's record; the name covers whatever the generated code depends on."""
+    from torch._inductor import config
+
+    rule = _rule(signature)
+    parts = (
+        environment_digest(),
+        f"{rule.__module__}.{rule.__qualname__}",
+        repr([signature.dtypes, signature.arguments, signature.rank, signature.lane, signature.device]),
+        repr([value for name, value in vars(signature.program).items() if name not in ("name", "update")]),
+        repr(sorted(settings.items())),
+    )
+    digest = hashlib.sha256(pickle.dumps(config.save_config_portable()))
+    for part in parts:
+        digest.update(str(part).encode() + b"\0")
+    return directory() / FOLDER / f"{digest.hexdigest()}.json"
+
+
+@lru_cache
+def environment_digest() -> str:
+    """Return a digest of what makes the graphs: torch, Python, the processor and this package's source."""
+    parts = (torch.__version__, torch.version.git_version, sys.version, platform.machine())
+    digest = hashlib.sha256(repr((*parts, torch.backends.cpu.get_cpu_capability())).encode())
+    folders = {Path(program.__file__).parent, Path(__file__).parent}
+    files = {path for folder in folders for path in folder.rglob("*.py")}
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

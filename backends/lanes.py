@@ -1,0 +1,118 @@
+"""Backends that cut a batch into calls of units, and combine what the calls return."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends.base import (
+    Backend,
+    Batch,
+    BoundArguments,
+    BoundBatch,
+    BoundCall,
+    Lane,
+    Shape,
+    Signature,
+    UnitCall,
+)
+from compiled_optim.program import Result, TensorLists
+
+
+class LaneBackend(Backend):
+    """A backend that cuts a batch into lanes; a subclass says how (``cut``) and compiles one (``compile``)."""
+
+    @abstractmethod
+    def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
+        """Cut a list of tensors, given by their shapes, into calls: the lane and the indices of each."""
+
+    def units(self, batch: Batch) -> list[UnitCall]:
+        """Return a call for each lane."""
+        rank = len(batch.shapes[0])
+        calls = []
+        for lane, indices in self.cut(batch.shapes):
+            arguments = tuple(
+                # the totals of a batch have a column for each tensor, those of a unit one for each place in its lane
+                spec._replace(shape=(spec.shape[0] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
+                for spec in batch.arguments
+            )
+            signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, lane)
+            calls.append(UnitCall(signature, indices))
+        return calls
+
+    def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
+        """Bind the unit of each call to its part of the lists."""
+        finishes = any(spec.name == "totals" for spec in batch.arguments)
+        calls, totals = [], []
+        for signature, indices in batch.calls:
+            own = arguments
+            if finishes:
+                assert arguments.totals is not None
+                (shape,) = (spec.shape for spec in signature.arguments if spec.name == "totals")
+                totals.append(arguments.totals.new_zeros(shape))
+                own = arguments._replace(totals=totals[-1])
+            part = [[tensors[i] for i in indices] for tensors in lists]
+            unit = self.get_unit(signature)
+            call = unit.bind([batch.shapes[i] for i in indices], part, own)
+            calls.append(BoundCall(unit, signature, picker(indices), call))
+        places = [torch.tensor(indices, device=batch.device) for _, indices in batch.calls]
+        if finishes:
+            assert arguments.totals is not None
+            return _FinishBatch(calls, arguments.totals, totals, places)
+        if batch.program.result is Result.SUMS:
+            assert arguments.totals is not None
+            return _MeasureBatch(calls, arguments.totals, places)
+        return _SumBatch(calls) if batch.program.result is Result.SUM else BoundBatch(calls)
+
+
+class _SumBatch(BoundBatch):
+    """Returns the sum of each call, as one 1-D tensor; None without calls."""
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+        sums = [result for _, _, pick, call in self.calls if (result := call(pick(grads))) is not None]
+        if len(sums) == 1:
+            return sums[0].view(1)  # no copy, and so no launch
+        return torch.stack(sums) if sums else None
+
+
+class _MeasureBatch(BoundBatch):
+    """Writes the sums of all tensors into ``totals``, in the order of the batch's tensors."""
+
+    def __init__(self, calls: Sequence[BoundCall], totals: Tensor, places: Sequence[Tensor]) -> None:
+        super().__init__(calls)
+        self._totals, self._places = totals, places
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        self._totals.zero_()
+        for (_, _, pick, call), places in zip(self.calls, self._places, strict=True):
+            measured = call(pick(grads))
+            assert measured is not None
+            self._totals[:, places] = measured.view(len(self._totals), -1)[:, : len(places)]
+        return self._totals
+
+
+class _FinishBatch(BoundBatch):
+    """Hands the totals of its tensors to each call before it runs."""
+
+    def __init__(
+        self, calls: Sequence[BoundCall], totals: Tensor, parts: Sequence[Tensor], places: Sequence[Tensor]
+    ) -> None:
+        super().__init__(calls)
+        self._totals, self._parts, self._places = totals, parts, places
+
+    def __call__(self, grads: Sequence[Tensor]) -> None:
+        for part, places in zip(self._parts, self._places, strict=True):
+            part.view(len(self._totals), -1)[:, : len(places)] = self._totals[:, places]
+        super().__call__(grads)
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that picks the items at these indices, by a slice if they are consecutive."""
+    consecutive = slice(indices[0], indices[-1] + 1)
+    same = list(indices) == list(range(consecutive.stop))[consecutive]
+    return itemgetter(consecutive) if same else itemgetter(*indices)

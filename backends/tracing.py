@@ -1,0 +1,126 @@
+"""Trace a program into one graph of ATen operations, on fake tensors: nothing is allocated and nothing is computed.
+
+The tracer is ``make_fx``, which runs the rule once as ordinary Python. Dynamo is not involved, so its caches, guards,
+stances and environment variables cannot change what a unit computes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends.base import Shape, Signature
+from compiled_optim.backends.decompositions import foreach_decompositions
+from compiled_optim.backends.graph import SIZES, Place
+from compiled_optim.errors import RuleError
+from compiled_optim.locations import definition, innermost_user_frame
+from compiled_optim.program import Arguments, Program
+
+
+@dataclass
+class TracedGraph:
+    """A graph, example inputs to compile it with, and the place each input comes from."""
+
+    module: torch.fx.GraphModule
+    examples: list[Any]
+    inputs: list[Place]
+
+
+def trace(
+    signature: Signature, shapes: Sequence[Shape] | None = None, hint: int = 1 << 12, unbind_scalars: bool = False
+) -> TracedGraph:
+    """Trace a signature's program.
+
+    Args:
+        signature: what to trace.
+        shapes: the shapes of the tensors; None traces for any size.
+        hint: for any size, how many elements a compiler should optimise for.
+        unbind_scalars: pass each hyperparameter as a 0-dim tensor of its own.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        examples = _example_inputs(signature, shapes or _any_sizes(signature, mode.shape_env, hint), unbind_scalars)
+    places = list(examples)
+
+    def flat(*inputs: Any) -> list[Tensor]:
+        given = dict(zip(places, inputs, strict=True))
+        lists = [[given[i, lane] for lane in range(_width(signature))] for i in range(len(signature.dtypes))]
+        named: dict[str, Any] = {}
+        for name, _, _ in signature.arguments:
+            values = [value for (source, _), value in given.items() if source == name]
+            named[name] = values if name == "scalars" and unbind_scalars else values[0]
+        result = signature.program(lists, Arguments(**named))
+        return [] if result is None else [result]
+
+    # a reduction is fused with the operations before it only if they are spelled tensor by tensor
+    table = foreach_decompositions() if signature.program.reduces else {}
+    try:
+        with mode, enable_python_dispatcher(), torch.no_grad():
+            module = make_fx(flat, decomposition_table=table)(*examples.values())
+    except RuleError:
+        raise
+    except Exception as error:
+        raise untraceable(signature.program, error) from error
+    inputs = list(zip(examples.items(), list(module.graph.find_nodes(op="placeholder")), strict=True))
+    kept = [(place, example) for (place, example), node in inputs if node.users or place[0] == SIZES]
+    for (place, _), node in inputs:
+        if not (node.users or place[0] == SIZES):
+            module.graph.erase_node(node)
+    module.recompile()
+    return TracedGraph(module, [example for _, example in kept], [place for place, _ in kept])
+
+
+def untraceable(program: Program, error: Exception) -> RuleError:
+    """Return the error for an update that the tracer gave up on."""
+    update = getattr(program, "update", type(program))
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    where = innermost_user_frame(traceback.extract_tb(error.__traceback__)) or definition(update)
+    remedy = "compute with torch operations only, on the lists it is given; use compile=False to look at values"
+    return RuleError(f"{update.__qualname__} cannot be compiled as one graph ({reason})", where, remedy)
+
+
+def _width(signature: Signature) -> int:
+    return signature.lane.width or len(signature.lane.shapes)
+
+
+def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
+    """Return symbolic shapes for the lanes.
+
+    They are unbacked symbols: correct for sizes 0 and 1 too, which backed ones specialise on.
+    """
+    size_hint = round(hint ** (1 / signature.rank))
+    shapes = []
+    with shape_env.ignore_fresh_unbacked_symbols():
+        for _ in range(_width(signature)):
+            sizes = [shape_env.create_unbacked_symint() for _ in range(signature.rank)]
+            for size in sizes:
+                torch._check(size >= 0)
+                shape_env.var_to_hint_override[size.node.expr] = size_hint
+            shapes.append(tuple(sizes))
+    return shapes
+
+
+def _example_inputs(signature: Signature, shapes: Sequence[Shape], unbind_scalars: bool) -> dict[Place, Any]:
+    """Return fake inputs by the place each comes from: symbolic sizes, lists, arguments."""
+    sizes = [size for shape in shapes for size in shape]
+    found: dict[Place, Any] = {(SIZES, i): size for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
+    for i, dtype in enumerate(signature.dtypes):
+        for lane, shape in enumerate(shapes):
+            found[i, lane] = torch.empty(shape, dtype=dtype, device=signature.device)
+    for name, dtype, shape in signature.arguments:
+        if name == "scalars":  # always in host memory
+            count, own = (shape[0], ()) if unbind_scalars else (1, shape)
+            found |= {(name, i): torch.empty(own, dtype=dtype, device="cpu") for i in range(count)}
+        else:
+            found[name, 0] = torch.empty(shape, dtype=dtype, device=signature.device)
+    return found

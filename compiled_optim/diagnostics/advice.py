@@ -1,0 +1,56 @@
+"""What is unusual about how an optimizer runs, and what to do about it, for ``explain()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends.eager import EAGER_VARIABLE, eager_requested
+from compiled_optim.diagnostics.text import name_some
+from compiled_optim.diagnostics.units import UnitReport
+from compiled_optim.engine.plan import Plan
+from compiled_optim.engine.states import State
+
+MANY_RECOMPILES = 5
+
+
+def advice(
+    names: Mapping[Tensor, str], state: State, plan: Plan | None, units: Sequence[UnitReport], uses_scaler: bool
+) -> Iterator[str]:
+    """Yield sentences for a person, each with what to do.
+
+    ``names`` are those of all parameters, ``uses_scaler`` says that a GradScaler has made a step.
+    """
+    if eager_requested():
+        yield f"steps run eagerly because {EAGER_VARIABLE} is set; unset it to compile them"
+    half = [name for param, name in names.items() if param.dtype == torch.float16 and not uses_scaler]
+    if half:
+        yield (
+            f"{name_some(half)} in float16: without a gradient scaler small gradients become zero; step by "
+            "torch.amp.GradScaler, keep parameters in float32 under torch.autocast, or use bfloat16"
+        )
+    if plan is None:
+        return
+    stepped = {id(entry.param) for bound in plan.buckets for entry in bound.bucket.entries}
+    unused = [
+        name
+        for param, name in names.items()
+        if param.requires_grad and id(param) not in stepped and not state.get(param)
+    ]
+    if unused:
+        when = "never had a gradient" if plan.keeps_state else "had no gradient in the last step"
+        yield (
+            f"{name_some(unused)} {when}: not used in the loss? If on purpose, requires_grad_(False) saves their "
+            "gradients"
+        )
+    copied = [name for bound in plan.buckets for name in bound.copied]
+    if copied:
+        yield f"{name_some(copied)} not dense in memory: copied before and after every step; make them .contiguous()"
+    late = [unit for unit in units if unit.reason]
+    if len(late) >= MANY_RECOMPILES:
+        yield (
+            f"{len(late)} units were compiled after the first step: the reasons are above; if they go on, something "
+            "that changes from step to step is a flag of the rule or a shape of the model"
+        )

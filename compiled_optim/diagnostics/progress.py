@@ -1,0 +1,79 @@
+"""Compile units and show it: a log line before compiling starts and, in ``warmup()``, a bar on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from compiled_optim.backends import Backend, Batch, Signature
+from compiled_optim.diagnostics.text import counted
+from compiled_optim.diagnostics.units import UnitLog
+
+logger = logging.getLogger("compiled_optim")
+
+Units = Mapping[Signature, Backend]
+
+# measured on two cores; the message says "about"
+COMPILER_IMPORT_SECONDS = 3.0
+NEW_DIRECTORY_SECONDS = 7.0
+BAR_WIDTH = 20
+
+
+def compile_units(optimizer: str, batches: Sequence[Batch], log: UnitLog, late: bool, bar: bool = False) -> None:
+    """Compile every unit that these batches need and that is not known yet; record all of them.
+
+    ``late`` says that the optimizer has made a step before.
+    """
+    needed = {call.signature: batch.backend for batch in batches for call in batch.calls}
+    new = {signature: backend for signature, backend in needed.items() if backend.needs_compile(signature)}
+    with announced(optimizer, new, bar) as before_unit:
+        for signature, backend in needed.items():
+            if signature in new:
+                before_unit(signature)
+            unit = backend.get_unit(signature)
+            if backend.compiles:
+                log.record(signature, unit, signature in new, late)
+
+
+@contextmanager
+def announced(optimizer: str, units: Units, bar: bool) -> Iterator[Callable[[Signature], None]]:
+    """Announce that these units are about to be compiled; call the returned function before each of them."""
+    if units:
+        logger.info("%s", announcement(optimizer, units))
+    start, done = time.perf_counter(), 0
+    show = bool(units) and bar
+
+    def before(signature: Signature | str) -> None:
+        nonlocal done
+        if show:
+            marks = "#" * (BAR_WIDTH * done // len(units))
+            seconds = time.perf_counter() - start
+            # back to the start of the line, and clear it
+            progress = f"[{marks:-<{BAR_WIDTH}}] {done}/{len(units)} {seconds:.0f} s {signature}"
+            sys.stderr.write(f"\r\x1b[K{optimizer} {progress}")
+            sys.stderr.flush()
+        done += 1
+
+    yield before
+    if show:
+        before("ready")
+        sys.stderr.write("\n")
+
+
+def announcement(optimizer: str, units: Units) -> str:
+    """Return what is going to happen, how long it may take, and where the results will be kept."""
+    devices = ", ".join(dict.fromkeys(signature.device for signature in units))
+    caches = dict.fromkeys(cache for backend in units.values() if (cache := backend.cache_directory()) is not None)
+    new = {signature: backend for signature, backend in units.items() if not backend.is_cached(signature)}
+    where = ", ".join(map(str, caches))
+    if not new:
+        return f"loading {counted(len(units), 'unit')} for {optimizer} on {devices} from {where}"
+    seconds = sum(backend.seconds_per_unit for backend in new.values())
+    seconds += COMPILER_IMPORT_SECONDS * ("torch._inductor.compile_fx" not in sys.modules)
+    seconds += NEW_DIRECTORY_SECONDS * any(not any(cache.iterdir()) for cache in caches)
+    rest = f" ({len(units) - len(new)} more from disk)" if len(new) < len(units) else ""
+    kept = f"; cached afterwards in {where}" if caches else ""
+    return f"compiling {counted(len(new), 'unit')}{rest} for {optimizer} on {devices}, about {seconds:.0f} s{kept}"

@@ -1,0 +1,106 @@
+"""How tensors of any shape and strides become the views that programs work on.
+
+A *dense* tensor covers its memory without gaps or overlaps, in any order of dimensions (contiguous, channels_last,
+transposed): programs see its memory as one dimension. Rules that need rows see two dimensions, one row for each index
+of the first; then that dimension has to be the outermost in memory as well. This view is the *working view* of a
+parameter. A parameter that has none is copied into a dense temporary before a step and back after it. States and
+gradients pair with a parameter element by element if they have the strides of its working view.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def working_strides(param: Tensor, rows: bool) -> tuple[int, ...]:
+    """Return the strides of the memory a parameter is worked on in; its own if it has a working view."""
+    # torch keeps the strides of a dense tensor, and makes those of another one dense in the same order
+    strides = torch.empty_like(param, device="meta", requires_grad=False).stride()
+    if rows and param.numel() and param.shape[0] > 1 and strides[0] * param.shape[0] != param.numel():
+        return torch.empty(param.shape, device="meta").stride()
+    return strides
+
+
+def has_working_view(param: Tensor, rows: bool) -> bool:
+    """Return True if a parameter can be updated in its own memory."""
+    dense = param.is_contiguous() or param.stride() == working_strides(param, rows)
+    return dense and not has_lazy_bits(param)
+
+
+def pairs_with(param: Tensor, other: Tensor, rows: bool) -> bool:
+    """Return True if ``other`` matches the parameter's working view element by element."""
+    if has_lazy_bits(other) or other.shape != param.shape:
+        return False
+    if param.is_contiguous() and other.is_contiguous():
+        return True
+    return other.stride() == working_strides(param, rows)
+
+
+def working_view(tensor: Tensor, rows: bool) -> Tensor:
+    """Return a real 1-D view of a tensor's memory, or a 2-D view of its rows; it must have working strides."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(view_shape(tensor, rows)) if rows else flat
+
+
+def view_shape(tensor: Tensor, rows: bool) -> tuple[int, ...]:
+    """Return the shape of :func:`working_view`."""
+    size = tensor.numel() * (2 if tensor.is_complex() else 1)
+    if rows:
+        return tensor.shape[0], size // tensor.shape[0] if tensor.shape[0] else 0
+    return (size,)
+
+
+def copy_like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy of ``source`` with the parameter's working strides."""
+    strides = working_strides(param, rows)
+    copy = torch.empty_strided(param.shape, strides, dtype=dtype or source.dtype, device=param.device)
+    return copy.copy_(source)
+
+
+def full_like(param: Tensor, value: float, rows: bool) -> Tensor:
+    """Return a tensor with the parameter's working strides that holds one value, in both parts if complex."""
+    tensor = torch.empty_strided(param.shape, working_strides(param, rows), dtype=param.dtype, device=param.device)
+    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(value)
+    return tensor
+
+
+def grad_dtype(param: Tensor, grad: Tensor) -> torch.dtype:
+    """Return the dtype in which a gradient is used: its own, which may be wider, if it is of the parameter's kind."""
+    alike = grad.is_complex() == param.is_complex() and (grad.is_complex() or grad.is_floating_point())
+    return grad.dtype if alike else param.dtype
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a :func:`working_view`."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def has_lazy_bits(tensor: Tensor) -> bool:
+    """Return True if a conjugation or negation is pending, so that the values in memory are not the tensor's."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Return True if the storage was resized to less than the tensor needs (``untyped_storage().resize_``).
+
+    Devices added to torch from outside may keep their memory elsewhere; for those the answer is False.
+    """
+    if tensor.device.type == torch._C._get_privateuse1_backend_name():
+        return False
+    needed = (tensor.storage_offset() + span(tensor)) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() < needed
+
+
+def span(tensor: Tensor) -> int:
+    """Return how far a tensor reaches in memory, in elements from its first to behind its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return True if elements share memory because the tensor was expanded; it cannot be updated in place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,169 @@
+"""Parameters that are sharded over processes (``DTensor``): each process steps the shard it holds.
+
+Everything below the optimizer works on local tensors. This module finds them, and turns sums over shards into sums over
+tensors. All processes have to step the same parameters: one that has a gradient in one process and none in another
+would leave the others waiting, as everywhere in torch.distributed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from compiled_optim.program import UpdateProgram, count_sums, example_arguments
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Over which dimensions of which mesh a tensor is sharded; over the others it is replicated."""
+
+    mesh: DeviceMesh
+    dims: tuple[int, ...]
+
+    @classmethod
+    def from_tensor(cls, param: Tensor) -> ShardSpec | None:
+        """Return how a parameter is sharded, or None if this process holds all of it."""
+        if not is_dtensor(param):
+            return None
+        dims = tuple(i for i, placement in enumerate(_placements(param)) if not placement.is_replicate())
+        return cls(_dtensor(param).device_mesh, dims) if dims else None
+
+    def all_reduce_(self, sums: Tensor) -> None:
+        """Replace sums over this process's shards by sums over all shards, in place."""
+        for dim in self.dims:
+            torch.distributed.all_reduce(sums, group=self.mesh.get_group(dim))
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return True for a DTensor."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # if nobody has imported it, there are none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def has_dtensor(tensors: Sequence[Tensor | None]) -> bool:
+    """Return True if there is a DTensor among many tensors; cheap where there is none."""
+    return not PLAIN_TYPES.issuperset(map(type, tensors)) and any(map(is_dtensor, filter(torch.is_tensor, tensors)))
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor: itself, or its shard."""
+    if not is_dtensor(tensor):
+        return tensor
+    shard: Tensor = _dtensor(tensor)._local_tensor
+    wait = getattr(shard, "wait", None)  # the result of an asynchronous collective
+    return wait() if wait is not None else shard
+
+
+def local_grads(params: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> list[Tensor | None]:
+    """Return what this process holds of the gradients, sharded as their parameters are.
+
+    This is a collective operation if a gradient has to be redistributed.
+    """
+    grads = [param.grad for param in params]
+    if not has_dtensor(grads):
+        return grads
+    found: list[Tensor | None] = []
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if grad is not None and is_dtensor(grad) != is_dtensor(param):
+            kinds = ["a DTensor" if is_dtensor(tensor) else "a plain tensor" for tensor in (grad, param)]
+            raise RuntimeError(
+                f"the gradient of {names()[i]} is {kinds[0]}, but the parameter is {kinds[1]}; "
+                "set its .grad to None and run backward() again"
+            )
+        if grad is not None and is_dtensor(grad) and _placements(grad) != _placements(param):
+            grad = _dtensor(grad).redistribute(placements=_placements(param))
+        found.append(grad if grad is None else local_shard(grad))
+    return found
+
+
+def placement(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the mesh and placements of a DTensor; an empty tuple for a plain tensor."""
+    return (_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()
+
+
+def shard_like(param: Tensor, shard: Tensor) -> Tensor:
+    """Return a tensor that is sharded as a parameter is and of which this process holds ``shard``."""
+    if not is_dtensor(param):
+        return shard
+    where = {"device_mesh": _dtensor(param).device_mesh, "placements": _placements(param)}
+    made: Tensor = type(_dtensor(param)).from_local(
+        shard, **where, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return made
+
+
+def check_supported(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rowwise: bool) -> None:
+    """Raise if a parameter cannot be stepped shard by shard, or is an unknown kind of tensor."""
+    if not is_dtensor(param):
+        wrapper: object = param  # mypy takes the check below for impossible
+        if type(param) not in PLAIN_TYPES and is_traceable_wrapper_subclass(wrapper):
+            raise TypeError(
+                f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor made of other tensors; "
+                "of these only DTensor is supported"
+            )
+        return
+    placements = _placements(param)
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"{optimizer} cannot step {name}: as a DTensor with placements {placements} no process has its values; "
+            "redistribute it to Shard or Replicate first"
+        )
+    across = [placement for placement in placements if not placement.is_replicate() and placement.dim % param.ndim]
+    if rowwise and param.ndim > 1 and across:
+        raise ValueError(
+            f"{optimizer} cannot step {name}: it looks at whole rows, and placements {placements} cut through them; "
+            "shard the parameter along dimension 0"
+        )
+    rank = 1 + (rowwise and param.ndim > 1)
+    if ShardSpec.from_tensor(param) is None:
+        return
+    if program.reduces:
+        count_sums(program, rank)  # raises if it cannot be run in two phases
+    elif not is_elementwise(program, rank):
+        raise ValueError(
+            f"{optimizer} cannot step {name}, which is sharded over processes: its update() mixes elements of a "
+            "tensor; let it take an argument all_reduce and pass its sums through all_reduce(...)"
+        )
+
+
+@lru_cache(maxsize=256)
+def is_elementwise(program: UpdateProgram, rank: int) -> bool:
+    """Return True if a rule does the same to a tensor with ``rank`` dimensions as to its parts; runs it on both.
+
+    Parts have whole rows: a rule that works by rows gets no others.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def example(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+    lists = [example(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
+    arguments = example_arguments(program)._replace(scalars=example(2 * len(program.scalars)) / 2)
+    whole = [[tensor.clone()] for tensor in lists]
+    parts = [[tensor[:2].clone(), tensor[2:].clone()] for tensor in lists]
+    program(whole, arguments)
+    program(parts, arguments)
+    return all(torch.allclose(one, torch.cat(several), rtol=1e-4) for (one,), several in zip(whole, parts, strict=True))
+
+
+def _placements(tensor: Tensor) -> tuple[Any, ...]:
+    placements: tuple[Any, ...] = _dtensor(tensor).placements
+    return placements
+
+
+def _dtensor(tensor: Tensor) -> Any:
+    return tensor

@@ -1,0 +1,245 @@
+"""Validate user-defined rules, with errors that name the line and the remedy.
+
+A rule that breaks its contract fails deep inside a compiler or, worse, runs and computes something else: a state that
+is rebound instead of written to keeps its first value forever. So a rule is validated when an optimizer is constructed:
+what it declares, and one eager trial of its update on two tensors of a few elements, once for each program. With
+``compile=False`` there is no trial: a debugger would stop in it, and ``print`` may print. This package's own optimizers
+are tested instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_optim.engine.rule import Group, Rule, declaration
+from compiled_optim.engine.sharding import PLAIN_TYPES, check_supported
+from compiled_optim.errors import RuleError
+from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
+from compiled_optim.program import Arguments, UpdateProgram
+
+BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
+NUMBER = "keep it a 0-dim tensor; numbers known before the step are returned by derived()"
+PRINT = "print, or step through the rule in a debugger, with compile=False"
+TORCH = "compute with torch operations only"
+
+VALUE_READERS = {
+    "__bool__": ("branches on the value of a tensor", BRANCH),
+    **dict.fromkeys(
+        ("item", "tolist", "__float__", "__int__", "__index__"), ("converts a tensor to a Python number", NUMBER)
+    ),
+    **dict.fromkeys(("numpy", "__array__"), ("hands a tensor to NumPy", TORCH)),
+    **dict.fromkeys(("__repr__", "__format__"), ("prints a tensor", PRINT)),
+}
+
+
+def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Sequence[str]]) -> None:
+    """Raise if this rule, or a parameter of a new group, cannot be stepped; ``names`` are those of all parameters."""
+    check_rule(rule, group)
+    program = rule.program(group)
+    if compiled:
+        try_out(rule, program)
+    params = group["params"]
+    if any(type(param) not in PLAIN_TYPES for param in params):
+        for name, param in zip(names()[-len(params) :], params, strict=True):
+            check_supported(type(rule).__name__, name, param, program, rule.rowwise)
+
+
+def check_rule(rule: Rule, group: Group) -> None:
+    """Raise RuleError if what a user's rule declares does not fit together."""
+    if is_ours(type(rule)):
+        return
+    _check_signature(rule)
+    first, second = (_derived(rule, group, step) for step in (1, 2))
+    name = f"{type(rule).__name__}.derived"
+    where = definition(rule.derived)
+    for key, value in first.items():
+        if not isinstance(value, Real):
+            what = f"{name} gives {key}={value!r}, of type {type(value).__name__}"
+            raise RuleError(what, where, "return numbers, which become scalars, and bools, which are compiled in")
+    if [(key, type(value) is bool) for key, value in first.items()] != [
+        (key, type(value) is bool) for key, value in second.items()
+    ]:
+        remedy = "return the same names in every step; what does not apply yet can be 0.0 or 1.0"
+        raise RuleError(f"{name} gives other names in the second step than in the first", where, remedy)
+    states, optional, keywords = declaration(type(rule).update)
+    for key in [key for key in first if key not in optional and key not in keywords]:
+        what = f"{type(rule).__name__}.update does not take {key!r}, which derived() returns"
+        raise RuleError(
+            what, definition(rule.update), "add it as a keyword-only argument of update, or do not return it"
+        )
+    for state in sorted(optional):
+        if not isinstance(first.get(state), bool):
+            what = f"{type(rule).__name__} does not say when it keeps the optional state {state!r}"
+            raise RuleError(what, where, f"return a bool of that name from derived(): {{{state!r}: ...}}")
+    if rule.counts_steps and "step" in states:
+        what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has it"
+        raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")
+    rule.row(group, 1)  # raises RuleError for a hyperparameter that nothing gives
+
+
+def try_out(rule: Rule, program: UpdateProgram) -> None:
+    """Raise RuleError if a user's update does what cannot be compiled, or does not update what it should."""
+    if not is_ours(type(rule)):
+        _try_out(replace(program, scaled=False), (1, 2) if rule.rowwise else (1,))
+
+
+def _check_signature(rule: Rule) -> None:
+    name = type(rule).__name__
+    where = definition(rule.update)
+    if not isinstance(inspect.getattr_static(type(rule), "update"), staticmethod):
+        remedy = "put @staticmethod above it; hyperparameters come by name, from derived() and the group"
+        raise RuleError(f"{name}.update is not a static method", where, remedy)
+    remedy = "write update(p, g, states, *, hyperparameters), each by its name"
+    parameters = list(inspect.signature(rule.update).parameters.values())
+    if len(parameters) < 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters[:2]):
+        raise RuleError(f"{name}.update does not take the parameters and the gradients", where, remedy)
+    for parameter in parameters[2:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise RuleError(f"{name}.update takes {parameter}, but its signature declares what it needs", where, remedy)
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default not in (parameter.empty, None):
+            what = f"the state {parameter.name!r} of {name}.update has the default {parameter.default!r}"
+            raise RuleError(what, where, "only None is allowed, for an optional state; see initial_values")
+
+
+def _derived(rule: Rule, group: Group, step: int) -> Mapping[str, Any]:
+    """Return the values a rule derives; a hyperparameter no group has is a RuleError."""
+    try:
+        return rule.derived(group, step)
+    except KeyError as error:
+        where = innermost_user_frame(traceback.extract_tb(error.__traceback__)) or definition(rule.derived)
+        remedy = "put it into the defaults that the constructor hands to super().__init__(params, defaults)"
+        what = f"{type(rule).__name__}.derived asks for a hyperparameter {error} that no group has"
+        raise RuleError(what, where, remedy) from None
+
+
+@lru_cache(maxsize=1024)
+def _try_out(program: UpdateProgram, ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
+        with torch.inference_mode(False), torch.no_grad():
+            _Trial(program, rank).run()
+
+
+class _Trial:
+    """One eager run of a program on two tensors of different sizes, and a record of what it reads and writes."""
+
+    def __init__(self, program: UpdateProgram, rank: int) -> None:
+        self.program = program
+        generator = torch.Generator().manual_seed(0)
+        self.shapes = [(3,) * rank, (2,) * rank]
+        names = ["grads", "params", *program.states]
+
+        def example(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+        self.lists = {name: [example(*shape) for shape in self.shapes] for name in names}
+        self.scalars = example(2 * len(program.scalars))
+        self.read: dict[int, str] = {}  # the last line that read each memory
+        self.written: set[int] = set()
+        self.grads = {_memory(grad) for grad in self.lists["grads"]}
+        self.memories = {name: [_memory(tensor) for tensor in tensors] for name, tensors in self.lists.items()}
+
+    def run(self) -> None:
+        rule = self.program.update.__qualname__
+        try:
+            with _RefuseValueReads(rule), _RecordAccesses(self, rule):
+                self.program(list(self.lists.values()), Arguments(self.scalars))
+        except RuleError as error:
+            raise RuleError(error.what, self._where(error), error.remedy) from None
+        except Exception as error:
+            remedy = "see the error above; a rule gets lists of tensors, any number of them, of one dimension"
+            raise RuleError(f"{rule} fails on two small tensors: {error}", self._where(error), remedy) from error
+        for name, tensors in self.lists.items():
+            if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes, strict=True)):
+                where = rebinding(self.program.update, name) or definition(self.program.update)
+                raise RuleError(
+                    f"{rule} changes the shape of {name!r}", where, "a state has the shape of its parameter"
+                )
+            self._check_written(rule, name)
+
+    def _check_written(self, rule: str, name: str) -> None:
+        unwritten = [memory for memory in self.memories[name] if memory not in self.written]
+        # a state that is not even read does no harm
+        if name != "params":
+            unwritten = [memory for memory in unwritten if memory in self.read]
+        if name == "grads" or not unwritten:
+            return
+        update = self.program.update
+        where = rebinding(update, name) or self.read.get(unwritten[0]) or definition(update)
+        what = (
+            "does not change every parameter" if name == "params" else f"reads the state {name!r}, but never changes it"
+        )
+        argument = next(iter(inspect.signature(update).parameters)) if name == "params" else name
+        remedy = f"write to its tensors in place, all of them: {argument} *= ..., {argument}.copy_(...)"
+        raise RuleError(f"{rule} {what}", where, remedy)
+
+    def _where(self, error: Exception) -> str:
+        return innermost_user_frame(traceback.extract_tb(error.__traceback__)) or definition(self.program.update)
+
+
+class _RefuseValueReads(TorchFunctionMode):
+    """Refuses what needs a tensor's value in Python, where the call shows what was meant."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = VALUE_READERS.get(getattr(func, "__name__", ""))
+        if found is not None:
+            raise RuleError(f"{self.rule} {found[0]}", "", found[1])
+        return func(*args, **(kwargs or {}))
+
+
+class _RecordAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is read and written, and refuses operations that read a value or write to a gradient."""
+
+    def __init__(self, trial: _Trial, rule: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trial = trial
+        self.rule = rule
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            what = (
+                f"{self.rule} reads the value of a tensor as a number (`value=` and `alpha=` of foreach operations do)"
+            )
+            raise RuleError(what, "", NUMBER)
+        for tensor, writes in _arguments(func, args, kwargs or {}):
+            memory = _memory(tensor)
+            if writes and memory in self.trial.grads:
+                remedy = "compute a new list, g = g + ... and not g += ..., without an in-place operation"
+                raise RuleError(f"{self.rule} writes to the gradients, which belong to the user", "", remedy)
+            if writes:
+                self.trial.written.add(memory)
+            else:
+                self.trial.read[memory] = current_user_line() or ""
+        return func(*args, **(kwargs or {}))
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the tensors an operation is given, in lists too, and whether it writes to each."""
+    for i, spec in enumerate(func._schema.arguments):
+        given = args[i] if i < len(args) else kwargs.get(spec.name)
+        writes = spec.alias_info is not None and spec.alias_info.is_write
+        for tensor in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(tensor, Tensor):
+                yield tensor, writes
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,244 @@
+"""Find out which parameters were reallocated since they were last seen, and move their states along.
+
+A parameter is known from the moment the optimizer gets it. One that has no memory yet (of a lazy module, or on the meta
+device) is known once it has. Only a watched module shows that a parameter was replaced or removed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from compiled_optim.engine.rule import Group
+from compiled_optim.engine.sharding import local_shard
+from compiled_optim.engine.states import State, convert_states
+from compiled_optim.guard.change import Change, Description, compare, removal, replacement
+from compiled_optim.guard.watch import Watch
+
+Place = tuple[Watch, str]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What happened to one parameter.
+
+    ``members`` replace it in its group, by name; None if it stays there. ``heirs`` take over its state. ``change`` is
+    None if the parameter had no memory before.
+    """
+
+    change: Change | None
+    group: int
+    param: Tensor | None
+    members: Mapping[str, Tensor] | None = None
+    heirs: Sequence[Tensor] = ()
+
+
+class Tracker:
+    """Remembers where each parameter of an optimizer was when it was last seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Tensor, Description] = {}
+        self.watches: list[Watch] = []
+        self._vacant: dict[Place, int] = {}
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch this module too."""
+        for watch in self.watches:
+            if watch.module is module:
+                watch.notice_new_places()
+                return
+        self.watches.append(Watch(module))
+
+    def copy_from(self, original: Tracker, memo: dict[int, Any]) -> None:
+        """Copy what the original has seen and watches, as far as a deepcopy has copied it already."""
+        watches = [watch for watch in original.watches if id(watch.module) in memo]
+        vacant = {place: group for place, group in original._vacant.items() if place[0] in watches}
+        self.watches, self._vacant = copy.deepcopy((watches, vacant), memo)
+        for param, description in original._seen.items():
+            if id(param) in memo:
+                twin = memo[id(param)]
+                self._seen[twin] = description._replace(address=local_shard(twin).data_ptr())
+
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Remember parameters the optimizer was given."""
+        for watch in self.watches:
+            watch.notice_new_places()
+        for param, description in _descriptions(params).items():
+            self._seen.setdefault(param, description)
+
+    def modules_unchanged(self) -> bool:
+        """Return True if the watched modules hold what they held; the guard checks the memory of parameters."""
+        return all(watch.holds() for watch in self.watches)
+
+    def names(self, groups: Sequence[Group]) -> list[str]:
+        """Return how messages name the parameters, in their order: by name if one is known, else by group and index."""
+        watched = {param: self._name(places[0]) for param, places in self._places().items()}
+        names = []
+        for number, group in enumerate(groups):
+            given = group.get("param_names", ())
+            if len(given) != len(group["params"]):  # the list was edited, and the names are no longer theirs
+                given = [watched.get(param) for param in group["params"]]
+            names += [
+                f"parameter {position} of group {number}" if name is None else f"parameter {name!r}"
+                for position, name in enumerate(given)
+            ]
+        return names
+
+    def find(self, groups: Sequence[Group]) -> list[Move]:
+        """Return what happened to the parameters in these groups since they were last seen."""
+        held = [param for group in groups for param in group["params"]]
+        names = dict(zip(held, self.names(groups), strict=True))
+        numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        moves = [] if self.modules_unchanged() else self._look_into_modules(names, numbers)
+        left = {move.param for move in moves if all(heir is not move.param for heir in move.heirs)}
+        for param, name in names.items():
+            if param in self._seen and param not in left:
+                change = compare(name, self._seen[param], Description.from_tensor(param))
+                if change is not None:
+                    moves.append(Move(change, numbers[param], param, heirs=[param]))
+        order = {param: i for i, param in enumerate(names)}
+        return sorted(moves, key=lambda move: len(order) if move.param is None else order[move.param])
+
+    def apply(self, groups: Sequence[Group], state: State, moves: Sequence[Move]) -> None:
+        """Put the current parameters into the groups, and move states along; a changed shape starts fresh state."""
+        for move in moves:
+            if move.members is not None:
+                _splice(groups[move.group], move.param, move.members)
+            if move.param is None:
+                continue
+            before, values = self._seen.get(move.param), state.pop(move.param, None)
+            for heir in move.heirs:
+                if values is not None and before is not None and before.shape == heir.shape:
+                    state[heir] = convert_states(values, before.dtype, heir)
+
+    def accept(self, groups: Sequence[Group], moves: Sequence[Move]) -> None:
+        """Remember everything as it is now."""
+        places = self._places()
+        for move in moves:
+            if not move.members and move.param in places:
+                self._vacant |= dict.fromkeys(places[move.param], move.group)
+        for watch in self.watches:
+            watch.refresh()
+        self._vacant = {place: group for place, group in self._vacant.items() if place[1] not in place[0].places}
+        self._seen = _descriptions([param for group in groups for param in group["params"]])
+
+    def _look_into_modules(self, names: Mapping[Tensor, str], numbers: Mapping[Tensor, int]) -> list[Move]:
+        """Return the parameters their modules no longer hold, or hold in fewer places, and what is there instead."""
+        now = {(watch, name): param for watch in self.watches for name, param in watch.current().items()}
+        present = set(now.values())
+        known = set(names)
+
+        def adopted(places: Sequence[Place]) -> dict[Place, Tensor]:
+            fresh = {}
+            for place in places:
+                if place in now and now[place] not in known:
+                    known.add(now[place])
+                    fresh[place] = now[place]
+            return fresh
+
+        moves = []
+        for param, places in self._places().items():
+            if param not in names:  # not one of the optimizer's
+                continue
+            fresh = adopted(places)
+            if param in present:  # if there is anything new, it was tied, and is no longer
+                moves += [self._untied(param, numbers[param], place, other) for place, other in fresh.items()]
+            elif fresh:
+                moves.append(self._replaced(param, names[param], numbers[param], fresh))
+            else:
+                others = [names.get(now[place], "another one") for place in places if place in now]
+                before = self._seen.get(param)
+                change = replacement(names[param], before, None, tied=others[0]) if others else None
+                moves.append(Move(change or removal(names[param], before), numbers[param], param, {}))
+        for place, number in self._vacant.items():
+            for other in adopted([place]).values():
+                change = replacement(f"parameter {self._name(place)!r}", None, Description.from_tensor(other))
+                moves.append(Move(change, number, None, {place[1]: other}))
+        return moves
+
+    def _untied(self, param: Tensor, number: int, place: Place, other: Tensor) -> Move:
+        name = f"parameter {self._name(place)!r}"
+        change = replacement(name, self._seen.get(param), Description.from_tensor(other))
+        return Move(change, number, param, {"": param, place[1]: other}, heirs=[param])
+
+    def _replaced(self, param: Tensor, name: str, number: int, fresh: Mapping[Place, Tensor]) -> Move:
+        members = {place[1]: other for place, other in fresh.items()}
+        before = self._seen.get(param)
+        if before is None:
+            return Move(None, number, param, members)
+        after = Description.from_tensor(next(iter(members.values())))
+        heirs = [other for other in members.values() if _converted(param, other)]
+        change = compare(name, before, after) if heirs else None
+        return Move(change or replacement(name, before, after), number, param, members, heirs)
+
+    def _places(self) -> dict[Tensor, list[Place]]:
+        """Return where each parameter of the watched modules was."""
+        places: dict[Tensor, list[Place]] = {}
+        for watch in self.watches:
+            for name, param in watch.places.items():
+                places.setdefault(param, []).append((watch, name))
+        return places
+
+    def _name(self, place: Place) -> str:
+        watch, name = place
+        return name if len(self.watches) == 1 else f"{type(watch.module).__name__}.{name}"
+
+
+def _descriptions(params: Sequence[Tensor]) -> dict[Tensor, Description]:
+    return {param: Description.from_tensor(param) for param in params if has_memory(param)}
+
+
+def has_memory(param: Tensor) -> bool:
+    """Return True if a parameter has an address that can change."""
+    return not is_lazy(param) and param.layout == torch.strided and param.device.type != "meta"
+
+
+@contextmanager
+def restored_on_error(groups: Sequence[Group], state: State) -> Iterator[None]:
+    """Restore groups and states if the body of this context raises."""
+    keys = ["params", "param_names"]
+    lists = [{key: group[key] for key in keys if key in group} for group in groups]
+    saved_state = dict(state)
+    try:
+        yield
+    except BaseException:
+        for group, saved in zip(groups, lists, strict=True):
+            group.update(saved)
+        state.clear()
+        state.update(saved_state)
+        raise
+
+
+def _converted(old: Tensor, new: Tensor) -> bool:
+    """Return True if a module converted its parameter (``.to(...)``, ``.half()``) into a new object.
+
+    It does so where ``p.data = ...`` cannot connect two kinds of tensors, as between the CPU and some other devices, or
+    where ``set_overwrite_module_params_on_conversion`` is set. The values tell it from other assignments: they are the
+    old ones, maybe by way of a lower precision.
+    """
+    kinds = (new, torch.empty(0, device="cpu"))  # it may have been on the CPU in between
+    in_place = all(torch._has_compatible_shallow_copy_type(old, kind) for kind in kinds)
+    if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
+        return False
+    old, new = local_shard(old), local_shard(new)
+    moved = old.to(new.device)
+    ways = (new.dtype, torch.float16, torch.bfloat16, torch.float32)
+    return any(torch.equal(moved.to(way).to(new.dtype), new) for way in ways)
+
+
+def _splice(group: Group, param: Tensor | None, members: Mapping[str, Tensor]) -> None:
+    """Put members where a parameter is in its group, or at the end; lists are replaced, so this can be reverted."""
+    params, names = group["params"], group.get("param_names", ())
+    start = next((i for i, other in enumerate(params) if other is param), len(params))
+    stop = start + (param is not None)
+    if len(names) == len(params) and names:
+        kept = [names[start] if other is param else name for name, other in members.items()]
+        group["param_names"] = [*names[:start], *kept, *names[stop:]]
+    group["params"] = [*params[:start], *members.values(), *params[stop:]]

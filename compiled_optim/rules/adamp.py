@@ -1,0 +1,152 @@
+"""AdamP: Adam that does not let momentum inflate scale-invariant weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from compiled_optim.engine.checks import check_not_negative
+from compiled_optim.engine.rule import Group
+from compiled_optim.optimizer import Optimizer
+from compiled_optim.options import EngineOptions
+from compiled_optim.tensors import AllReduce, Number, Tensors, materialize, sum_dtype
+
+
+class AdamP(Optimizer):
+    r"""AdamP (Heo et al., 2020, `arXiv:2006.08217 <https://arxiv.org/abs/2006.08217>`_), for normalised networks.
+
+    With :math:`u` the direction of Adam's step and :math:`\hat p = p / \|p\|`:
+
+    .. math::
+        u &= u - \hat p \, (\hat p \cdot u) \quad \text{if } \cos(g, p) < \delta / \sqrt{\dim p} \\
+        p &= (1 - lr \cdot \lambda \cdot r) \, p - \frac{lr}{1 - \beta_1^t} \, u
+
+    The condition is tried for the rows of a tensor (its channels), which must all meet it, and then for the tensor as a
+    whole. Where it holds, the weights are taken to be scale-invariant and :math:`r` is ``wd_ratio``, else 1. Parameters
+    of one dimension are stepped as by AdamW. Without normalisation layers it is AdamW at a higher cost.
+
+    Args:
+        params: parameters, named parameters, parameter groups, or a module.
+        lr: learning rate; a float or a tensor of one element.
+        betas: decay rates of the averages of the gradient and of its square.
+        eps: added to denominators.
+        weight_decay: the decay :math:`\lambda`.
+        delta: the threshold of the cosine.
+        wd_ratio: the factor of the weight decay of scale-invariant weights.
+        nesterov: use Nesterov momentum.
+        maximize: ascend instead of descend.
+        **options: see :class:`~compiled_optim.Optimizer`.
+
+    >>> weight = torch.nn.Parameter(torch.eye(2))
+    >>> opt = AdamP([weight], lr=0.5, compile=False)
+    >>> weight.grad = torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # orthogonal to each row
+    >>> opt.step()
+    >>> weight.tolist()
+    [[1.0, -0.5], [-0.5, 1.0]]
+    """
+
+    rowwise = True
+
+    def __init__(
+        self,
+        params: ParamsT | torch.nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        delta: float = 0.1,
+        wd_ratio: float = 0.1,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
+        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        check_not_negative("delta value", group["delta"])
+        check_not_negative("wd_ratio value", group["wd_ratio"])
+
+    def derived(self, group: Group, step: int) -> Mapping[str, float | bool]:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        return {
+            "decay": lr * float(group["weight_decay"]),
+            "correction": 1 / math.sqrt(1 - beta2**step),
+            "step_size": lr / (1 - beta1**step),
+            "nesterov": bool(group["nesterov"]),
+        }
+
+    @staticmethod
+    def update(
+        p: Tensors, g: Tensors, exp_avg: Tensors, exp_avg_sq: Tensors, *,
+        decay: Number, wd_ratio: Number, delta: Number, beta1: Number, beta2: Number, correction: Number, eps: Number,
+        step_size: Number, nesterov: bool, all_reduce: AllReduce,
+    ) -> None:  # fmt: skip
+        exp_avg.ema_(g, beta1)  # m = b1 m + (1 - b1) g
+        exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
+        momentum = beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg
+        u = momentum / (exp_avg_sq.sqrt() * correction + eps)
+        if p[0].ndim == 1:
+            p *= 1 - decay
+            p -= step_size * u
+            return
+        channels = [RowSums.of_rows(*tensors) for tensors in zip(p, g, u, strict=True)]
+        misses = Tensors((~rows.is_orthogonal(delta, eps)).sum(dtype=rows.inner.dtype) for rows in channels)
+        sums = all_reduce(*map(Tensors, zip(*(rows.layer_sums() for rows in channels), strict=True)), misses)
+        for weight, step, rows, *layer, size, missed in zip(p, u, channels, *sums, strict=True):
+            along, fires = projection(rows, missed == 0, RowSums(*layer, size.sqrt()), delta, eps, weight.dtype)
+            ratio = torch.where(fires, wd_ratio, torch.ones((), dtype=weight.dtype, device=weight.device))
+            shrink = 1 - decay * ratio
+            weight.copy_(weight * shrink - step_size * (step - weight * along))
+
+
+class RowSums(NamedTuple):
+    """Sums over each row of a tensor, of g p, p², g² and u p, and the root of a row's length."""
+
+    inner: Tensor
+    weight: Tensor
+    grad: Tensor
+    overlap: Tensor
+    root_length: float | Tensor
+
+    @classmethod
+    def of_rows(cls, p: Tensor, g: Tensor, u: Tensor) -> RowSums:
+        """Return the sums of the channel view: as many rows as the tensor has."""
+        products = ((g, p), (p, p), (g, g), (u, p))
+        inner, weight, grad, overlap = ((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products)
+        return cls(inner, weight, grad, overlap, p.shape[1] ** 0.5)
+
+    def layer_sums(self) -> list[Tensor]:
+        """Return the sums of the layer view, which is all rows as one, and the number of its elements."""
+        sums = [rows.sum() for rows in (self.inner, self.weight, self.grad, self.overlap)]
+        return [*sums, torch.ones_like(self.inner).sum() * self.root_length**2]
+
+    def is_orthogonal(self, delta: Number, eps: Number) -> Tensor:
+        """Return for each row whether its gradient is nearly orthogonal to its weights."""
+        cosine = self.inner.abs() / (self.grad.sqrt() + eps) / (self.weight.sqrt() + eps)
+        return cosine * self.root_length < delta  # cos < delta / sqrt(columns)
+
+    def along(self, eps: Number) -> Tensor:
+        """Return for each row how much of its weights is in its step: ``p̂ Σ(p̂ u) = p along``."""
+        norm = self.weight.sqrt() + eps
+        return self.overlap / norm / norm
+
+
+def projection(
+    channel: RowSums, channel_fires: Tensor, layer: RowSums, delta: Number, eps: Number, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return by how much of each row of the parameter its step is reduced, and whether it is reduced at all.
+
+    The channel view is tried first, and fires if all its rows are orthogonal; then the layer view.
+    """
+    layer_fires = layer.is_orthogonal(delta, eps)
+    along = channel.along(eps)
+    along = torch.where(channel_fires, along, torch.where(layer_fires, layer.along(eps), torch.zeros_like(along)))
+    return materialize(along.to(dtype)).unsqueeze(1), materialize(channel_fires | layer_fires)

@@ -1,0 +1,173 @@
+"""Make the steps of one optimizer: keep its plan and guard, follow reallocated parameters, record what happened.
+
+This is where engine, guard and diagnostics meet. It gets an optimizer's groups and states with every call, because an
+optimizer may replace both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compiled_optim import backends
+from compiled_optim.backends import Backend
+from compiled_optim.backends.registry import select
+from compiled_optim.diagnostics.advice import advice
+from compiled_optim.diagnostics.compare import Comparison, EagerTwin
+from compiled_optim.diagnostics.explain import Explanation
+from compiled_optim.diagnostics.progress import compile_units
+from compiled_optim.diagnostics.units import UnitLog
+from compiled_optim.engine.buckets import Bucket, make_buckets
+from compiled_optim.engine.plan import Plan, clips_any
+from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard
+from compiled_optim.engine.states import State
+from compiled_optim.errors import BackendUnavailableError, ReallocationError
+from compiled_optim.guard.check import Guard, same_objects
+from compiled_optim.guard.events import Events
+from compiled_optim.guard.tracker import Tracker, has_memory, restored_on_error
+
+
+@dataclass
+class Settings:
+    """The options of an optimizer that say how its steps run."""
+
+    compile: bool
+    backend: Backend | None
+    on_realloc: Literal["recompile", "raise"]
+
+
+class Stepper:
+    """The plan, the guard and the records of one optimizer."""
+
+    def __init__(self, rule: Rule, settings: Settings, uses_scaler: bool = False) -> None:
+        self._rule = rule
+        self._name = type(rule).__name__
+        self.settings = settings
+        self.uses_scaler = uses_scaler
+        """A GradScaler has made a step, so programs multiply gradients by its inverse scale."""
+        self.tracker = Tracker()
+        self._plan: Plan | None = None
+        self._guard: Guard | None = None
+        self._events = Events(self._name)
+        self._unit_log = UnitLog()
+        self._has_stepped = False
+
+    def discard_plan(self) -> None:
+        """Make a new plan in the next step."""
+        self._plan = None
+
+    def step(
+        self, groups: Sequence[Group], state: State, state_was_accessed: bool, unscale: Tensor | None
+    ) -> Tensor | None:
+        """Make one step; return the norm of the gradients if they are clipped.
+
+        ``state_was_accessed`` says that user code may have changed the state; then it is checked too.
+        """
+        params = [param for group in groups for param in group["params"]]
+        grads = [param.grad for param in params]
+        plan, guard = self._plan, self._guard
+        if guard is None or guard.is_sharded:
+            grads = local_grads(params, lambda: self.tracker.names(groups))
+        if (
+            plan is None
+            or guard is None
+            or (self.tracker.watches and not self.tracker.modules_unchanged())
+            or not guard.holds(params, grads)
+            or not plan.refresh(groups, state_was_accessed)
+            or (state_was_accessed and not guard.state_holds(state))
+        ):
+            with self.synced_params(groups, state):
+                plan, grads = self._make_plan(params, grads, groups, state)
+        norm = plan.run(grads, unscale)
+        self._has_stepped = True
+        return norm
+
+    def compared_step(
+        self, comparison: Comparison, groups: Sequence[Group], state: State, unscale: Tensor | None
+    ) -> Tensor | None:
+        """Make one step both ways, and record how they differ."""
+        if self.settings.on_realloc == "recompile":
+            with self.synced_params(groups, state):  # the copies are to be of what is stepped
+                pass
+        twin = EagerTwin(self._rule, groups, state, self.tracker.names(groups))
+        norm = self.step(groups, state, True, unscale)
+        twin.step(unscale)
+        comparison.record(self.tracker.names(groups), _params(groups), state, twin)
+        return norm
+
+    def warmup(self, groups: Sequence[Group], state: State, bar: bool) -> None:
+        """Compile what a step needs in which every parameter has a gradient."""
+        grads = [local_shard(param).detach() if has_memory(param) else None for param in _params(groups)]
+        self._compile(self._make_buckets(grads, groups, state), groups, bar)
+
+    def explain(self, groups: Sequence[Group], state: State) -> Explanation:
+        """Return how a step runs, what was compiled, and what happened."""
+        params = _params(groups)
+        in_use, problems = {}, []
+        for device in dict.fromkeys(param.device for param in params):
+            try:
+                in_use[self.backend_for(device).name] = device
+            except BackendUnavailableError as error:
+                problems.append(str(error))
+        names = dict(zip(params, self.tracker.names(groups), strict=True))
+        units, events = self._unit_log.reports(), self._events.texts()
+        found = [*problems, *advice(names, state, self._plan, units, self.uses_scaler)]
+        mode = "compiled" if self.settings.compile else "eager"
+        return Explanation.from_plan(self._name, mode, [*in_use], self._plan, units, events, found)
+
+    def backend_for(self, device: torch.device) -> Backend:
+        """Return the backend that steps parameters on this device; raise if it cannot work here."""
+        if not self.settings.compile:
+            return backends.get("eager")
+        return select(self._name, device, self.settings.backend)
+
+    @contextmanager
+    def synced_params(self, groups: Sequence[Group], state: State) -> Iterator[None]:
+        """Follow what has changed in the parameters, or refuse; reverted if the body of this context raises."""
+        moves = self.tracker.find(groups)
+        changes = [move.change for move in moves if move.change is not None]
+        if changes and self.settings.on_realloc == "raise":
+            raise ReallocationError(changes)
+        with restored_on_error(groups, state):
+            self.tracker.apply(groups, state, moves)
+            yield
+        self.tracker.accept(groups, moves)
+        for change in changes:
+            self._events.record(change)
+
+    def _make_plan(
+        self, params: list[Tensor], grads: list[Tensor | None], groups: Sequence[Group], state: State
+    ) -> tuple[Plan, list[Tensor | None]]:
+        """Make a plan for what there is now; return it with its gradients."""
+        # not without need: this may be a collective operation
+        if has_dtensor(grads) or not same_objects(_params(groups), params):
+            params = _params(groups)
+            grads = local_grads(params, lambda: self.tracker.names(groups))
+        buckets = self._make_buckets(grads, groups, state)
+        # a compiler that fails must leave no trace in the state, so it comes first
+        self._compile(buckets, groups)
+        plan = Plan(self._rule, groups, state, buckets, grads)
+        plan.refresh(groups, state_was_accessed=False)
+        # parameters without a gradient too: wherever one moves, its state has to follow
+        self._guard = Guard(params, grads, state, list(filter(has_memory, params)), plan.states)
+        self._plan = plan
+        return plan, grads
+
+    def _make_buckets(self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State) -> list[Bucket]:
+        names = self.tracker.names(groups)
+        return make_buckets(self._rule, groups, state, grads, names, self.backend_for, self.uses_scaler)
+
+    def _compile(self, buckets: Sequence[Bucket], groups: Sequence[Group], bar: bool = False) -> None:
+        clips = clips_any(self._rule, groups)
+        batches = [batch for bucket in buckets for batch in bucket.batches(clips)]
+        compile_units(self._name, batches, self._unit_log, self._has_stepped, bar)
+
+
+def _params(groups: Sequence[Group]) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]

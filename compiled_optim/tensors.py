@@ -1,0 +1,190 @@
+"""Lists of tensors with operators, so that an update rule reads like the equations of its paper.
+
+Each operator of :class:`Tensors` is one ``torch._foreach_*`` call, so eager mode, a debugger and a compiler all see
+plain PyTorch. Hyperparameters are Python numbers in eager mode and :class:`Scalar` objects while a rule is traced.
+Plain ``torch._foreach_*`` functions and loops over the lists accept both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class Scalar:
+    """A hyperparameter inside a traced rule: a 0-dim tensor, so that no value is compiled in.
+
+    ``1 - scalar`` gives ``complement``, which was computed on the host in double precision: in float32, ``1 - 0.999``
+    is off by 5e-5.
+    """
+
+    __slots__ = ("complement", "tensor")
+
+    def __init__(self, tensor: Tensor, complement: Tensor) -> None:
+        self.tensor = tensor
+        self.complement = complement
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {key: _unwrap(value) for key, value in (kwargs or {}).items()}
+        return function(*map(_unwrap, args), **named)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self.complement if isinstance(other, int | float) and other == 1 else other - self.tensor
+
+    def __add__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensors) else self.tensor + _unwrap(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensors) else self.tensor - _unwrap(other)
+
+    def __mul__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensors) else self.tensor * _unwrap(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensors) else self.tensor / _unwrap(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.tensor
+
+    def __neg__(self) -> Tensor:
+        return -self.tensor
+
+    def __lt__(self, other: Any) -> Any:
+        return self.tensor < _unwrap(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.tensor > _unwrap(other)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __float__(self) -> float:
+        return float(self.tensor)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _unwrap(value: Any) -> Any:
+    """Return the tensor of a Scalar, in lists too; anything else as it is."""
+    if isinstance(value, Scalar):
+        return value.tensor
+    if type(value) in (list, tuple):
+        return type(value)(map(_unwrap, value))
+    return value
+
+
+Number: TypeAlias = float | Scalar
+"""A hyperparameter as a rule gets it: a float in eager mode, a Scalar while the rule is traced."""
+
+
+class Tensors(list[Tensor]):
+    """A list of tensors with elementwise operators; those that end in ``_`` and ``+=`` and the like work in place.
+
+    The other operand is a list of the same length, a hyperparameter, or a 0-dim tensor.
+
+    >>> p, g = Tensors([torch.ones(2), torch.ones(1)]), Tensors([torch.full((2,), 3.0), torch.zeros(1)])
+    >>> p -= 0.5 * g
+    >>> p
+    [tensor([-0.5000, -0.5000]), tensor([1.])]
+    """
+
+    def __add__(self, other: Any) -> Tensors:  # type: ignore[override]
+        return Tensors(torch._foreach_add(self, self._addend(other)))
+
+    def __sub__(self, other: Any) -> Tensors:
+        return Tensors(torch._foreach_sub(self, self._addend(other)))
+
+    def __mul__(self, other: Any) -> Tensors:
+        return Tensors(torch._foreach_mul(self, _unwrap(other)))
+
+    def __truediv__(self, other: Any) -> Tensors:
+        return Tensors(torch._foreach_div(self, _unwrap(other)))
+
+    def __neg__(self) -> Tensors:
+        return Tensors(torch._foreach_neg(self))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __iadd__(self, other: Any) -> Tensors:  # type: ignore[misc, override]
+        torch._foreach_add_(self, self._addend(other))
+        return self
+
+    def __isub__(self, other: Any) -> Tensors:  # type: ignore[misc]
+        torch._foreach_sub_(self, self._addend(other))
+        return self
+
+    def __imul__(self, other: Any) -> Tensors:  # type: ignore[misc, override]
+        torch._foreach_mul_(self, _unwrap(other))
+        return self
+
+    def __itruediv__(self, other: Any) -> Tensors:  # type: ignore[misc]
+        torch._foreach_div_(self, _unwrap(other))
+        return self
+
+    def sqrt(self) -> Tensors:
+        """Return the square roots."""
+        return Tensors(torch._foreach_sqrt(self))
+
+    def sign(self) -> Tensors:
+        """Return the signs: -1, 0 or 1."""
+        return Tensors(torch._foreach_sign(self))
+
+    def abs(self) -> Tensors:
+        """Return the absolute values."""
+        return Tensors(torch._foreach_abs(self))
+
+    def maximum_(self, other: Sequence[Tensor]) -> Tensors:
+        """Keep the larger of both, in place."""
+        torch._foreach_maximum_(self, other)
+        return self
+
+    def copy_(self, other: Sequence[Tensor]) -> Tensors:
+        """Copy the values of other tensors, converted to this list's dtypes."""
+        torch._foreach_copy_(self, other)
+        return self
+
+    def ema_(self, values: Tensors, decay: Number) -> Tensors:
+        """Update an exponential moving average in place: ``self = decay * self + (1 - decay) * values``."""
+        self *= decay
+        self += values * (1 - decay)
+        return self
+
+    def lerp_(self, values: Tensors, weight: Number | Tensor) -> Tensors:
+        """Move towards other values in place: ``self += weight * (values - self)``; exact where both are equal."""
+        self += (values - self) * weight
+        return self
+
+    def sum_of_squares(self) -> Tensors:
+        """Return the sum of the squares of each tensor, as 0-dim tensors, summed in :func:`sum_dtype`."""
+        return Tensors((tensor * tensor).sum(dtype=sum_dtype(tensor)) for tensor in self)
+
+    def _addend(self, other: Any) -> Any:
+        """Return the operand of a sum; ``_foreach_add`` would read a 0-dim tensor back to the host, so repeat it."""
+        other = _unwrap(other)
+        return [other] * len(self) if isinstance(other, Tensor) else other
+
+
+AllReduce: TypeAlias = Callable[..., tuple[Tensors, ...]]
+"""Takes sums over this process's shards, several lists of 0-dim tensors, and returns the sums over all shards."""
+
+
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype to sum a tensor in: float64 on the CPU, where Inductor sums in order and float32 loses digits.
+
+    Accelerators sum in trees, which loses little, and compute in float64 slowly or not at all.
+    """
+    return torch.float64 if tensor.device.type == "cpu" else tensor.dtype
+
+
+def materialize(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, and make Inductor store it: else it recomputes a small result for every element.
+
+    In eager mode this is a view of the whole tensor. In Inductor a view by strides exists only of memory.
+    """
+    return tensor.as_strided(tensor.shape, tensor.stride())
