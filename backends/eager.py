@@ -50,9 +50,20 @@ class EagerBackend(LaneBackend):
         return Availability(True)
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Make one call for the whole list; empty tensors need none."""
-        indices = [i for i, shape in enumerate(shapes) if math.prod(shape)]
-        return [(Lane("list"), indices)] if indices else []
+        """Make one call for each run of tensors that is short enough; empty tensors need none."""
+        import os
+        M = int(os.environ.get("EAGER_MAX", 1<<17))
+        calls: list[tuple[Lane, list[int]]] = []
+        room = 0
+        for i, size in enumerate(map(math.prod, shapes)):
+            if not size:
+                continue
+            if size > room:
+                calls.append((Lane("list"), []))
+                room = M
+            calls[-1][1].append(i)
+            room -= size
+        return calls
 
     def compile(self, signature: Signature) -> Unit:
         """Wrap the program."""

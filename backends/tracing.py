@@ -104,13 +104,13 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
         for _ in range(_width(signature)):
             sizes = [shape_env.create_unbacked_symint() for _ in range(signature.rank)]
             for size in sizes:
-                torch._check(size >= 0)
+                torch._check(size >= 0)  # type: ignore[no-untyped-call]
                 shape_env.var_to_hint_override[size.node.expr] = size_hint
             shapes.append(tuple(sizes))
     return shapes
 
 
-def _example_inputs(signature: Signature, shapes: Sequence[Shape], unbind_scalars: bool) -> dict[Place, Any]:
+def _example_inputs(signature: Signature, shapes: Sequence[Any], unbind_scalars: bool) -> dict[Place, Any]:
     """Return fake inputs by the place each comes from: symbolic sizes, lists, arguments."""
     sizes = [size for shape in shapes for size in shape]
     found: dict[Place, Any] = {(SIZES, i): size for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)}

@@ -111,19 +111,19 @@ class Tensors(list[Tensor]):
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __iadd__(self, other: Any) -> Tensors:  # type: ignore[misc, override]
+    def __iadd__(self, other: Any) -> Tensors:  # type: ignore[override]
         torch._foreach_add_(self, self._addend(other))
         return self
 
-    def __isub__(self, other: Any) -> Tensors:  # type: ignore[misc]
+    def __isub__(self, other: Any) -> Tensors:
         torch._foreach_sub_(self, self._addend(other))
         return self
 
-    def __imul__(self, other: Any) -> Tensors:  # type: ignore[misc, override]
+    def __imul__(self, other: Any) -> Tensors:
         torch._foreach_mul_(self, _unwrap(other))
         return self
 
-    def __itruediv__(self, other: Any) -> Tensors:  # type: ignore[misc]
+    def __itruediv__(self, other: Any) -> Tensors:
         torch._foreach_div_(self, _unwrap(other))
         return self
 
@@ -139,12 +139,12 @@ class Tensors(list[Tensor]):
         """Return the absolute values."""
         return Tensors(torch._foreach_abs(self))
 
-    def maximum_(self, other: Sequence[Tensor]) -> Tensors:
+    def maximum_(self, other: list[Tensor]) -> Tensors:
         """Keep the larger of both, in place."""
         torch._foreach_maximum_(self, other)
         return self
 
-    def copy_(self, other: Sequence[Tensor]) -> Tensors:
+    def copy_(self, other: list[Tensor]) -> Tensors:
         """Copy the values of other tensors, converted to this list's dtypes."""
         torch._foreach_copy_(self, other)
         return self

@@ -83,7 +83,7 @@ def _all_reduce(buckets: Sequence[ScaledBucket], squares: Sequence[Tensor | None
         sums = [zero if (s := squares[i]) is None else s.sum() for i, zero in zip(members, zeros, strict=True)]
         stacked = torch.stack(sums)
         spec.all_reduce_(stacked)
-        for i, total in zip(members, stacked.split(1), strict=True):
+        for i, total in zip(members, stacked.view(-1, 1), strict=True):
             totals[i] = total
     return totals
 

@@ -158,7 +158,7 @@ class RMSpropTF(RMSprop):
         }
 
     @staticmethod
-    def update(
+    def update(  # type: ignore[override]
         p: Tensors, g: Tensors, square_avg: Tensors, momentum_buffer: Tensors | None = None,
         grad_avg: Tensors | None = None, *,
         lr: Number, alpha: Number, eps: Number, weight_decay: Number, momentum: Number, shrink: Number,
