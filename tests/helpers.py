@@ -35,6 +35,11 @@ def gradients(params: Sequence[Tensor], steps: int, seed: int = 1) -> Iterator[l
         ]
 
 
+def slow_decay(step: int) -> float:
+    """Return the learning rate of a step."""
+    return 0.1 / (1 + 0.1 * step)
+
+
 def train(
     make: Callable[[list[Tensor]], torch.optim.Optimizer],
     params: list[Tensor],
