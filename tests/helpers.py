@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 SMALL = [(8, 5), (7,), (), (1,), (0, 3), (2, 3, 4), (3, 2, 3, 3)]
+TIMEOUT = 3600
+"""Seconds after which a process is stuck, and not only on a slow machine."""
+
 LARGE = [(300, 120)]  # above backends.cpu.LARGE: runs in the parallel unit
 
 
@@ -79,6 +82,7 @@ def copies(params: Sequence[Tensor]) -> list[Tensor]:
 def run_python(code: str, **environment: str) -> str:
     """Run code in a fresh interpreter and return what it printed; a failure shows its stderr."""
     env = {**os.environ, **environment}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stderr
     return result.stdout
