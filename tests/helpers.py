@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,18 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
     worst = [distance(a, b) for a, b in zip(actual, expected, strict=True)]
     assert max(worst, default=0.0) <= tolerance, f"relative differences {worst} exceed {tolerance}"
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare two state dicts; tensors have to be equal bit for bit."""
+    assert actual["param_groups"] == expected["param_groups"]
+    assert actual["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        found = actual["state"][index]
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            same = torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+            assert same, f"{name} of parameter {index} differs"
 
 
 def copies(params: Sequence[Tensor]) -> list[Tensor]:
