@@ -25,8 +25,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	rm -rf build
 	$(PIP) --no-deps --no-build-isolation --target build/typed .
-	cp -r perf build/typed
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim -p perf
+	cp -r catalog perf build/typed
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim -p catalog -p perf
 
 wheel: $(READY)
 	rm -rf build

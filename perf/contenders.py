@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import compiled_optim as co
 from perf.optimizers import Rule
-from perf.peers import ForeachLamb, ForeachRMSpropTF
 
 Maker = Callable[[Rule, list[Tensor]], torch.optim.Optimizer]
 
@@ -91,53 +90,36 @@ def _recipe_optimizer(rule: Rule, params: list[Tensor]) -> torch.optim.Optimizer
     return _torch(rule, params, lr=lr, **capturable)
 
 
-def _from_package(module: str, makers: Mapping[str, Callable[..., Any]]) -> tuple[Maker, Callable[[Rule], bool]]:
-    """An optimizer of another package: ``makers`` take its module, the parameters and the rule's options."""
+def _published(module: str) -> tuple[Maker, Callable[[Rule], bool]]:
+    """Return how to make the optimizers of another module, and for which rules it has one."""
 
     def make(rule: Rule, params: list[Tensor]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = makers[rule.ours](importlib.import_module(module), params, rule.options)
+        found = rule.published(module)
+        assert found is not None
+        cls = getattr(importlib.import_module(module), found.name)
+        made: torch.optim.Optimizer = cls(params, **rule.options, **found.options)
         return made
 
-    return make, lambda rule: rule.ours in makers
+    return make, lambda rule: rule.published(module) is not None
 
-
-_BETAS_AND_EPS = {"betas": (0.9, 0.999), "eps": 1e-8}
-_ADAMP = _from_package("adamp", {"AdamP": lambda adamp, p, o: adamp.AdamP(p, **o)})
-_HEAVYBALL = _from_package("heavyball", {"AdamW": lambda heavyball, p, o: heavyball.AdamW(p, **o, **_BETAS_AND_EPS)})
-_OPTIMI = _from_package(
-    "optimi",
-    {
-        "SGD": lambda optimi, p, o: optimi.SGD(p, **o),
-        "Adam": lambda optimi, p, o: optimi.Adam(p, **o, **_BETAS_AND_EPS, kahan_sum=False),
-        "AdamW": lambda optimi, p, o: optimi.AdamW(p, **o, **_BETAS_AND_EPS, kahan_sum=False),
-    },
-)
-_DEEPSPEED = _from_package(
-    "deepspeed.ops.adam",
-    {
-        "Adam": lambda ops, p, o: ops.DeepSpeedCPUAdam(p, **o, adamw_mode=False, fp32_optimizer_states=False),
-        "AdamW": lambda ops, p, o: ops.DeepSpeedCPUAdam(p, **o, fp32_optimizer_states=False),
-    },
-)
-_USUAL: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Lamb": ForeachLamb,
-    "BertAdam": partial(ForeachLamb, trust=False, clip=1.0),
-    "RMSpropTF": ForeachRMSpropTF,
-}
 
 OURS = "ours"
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(_ours, lambda rule: True, clips=True),
     "ours eager": Contender(partial(_ours, compile=False), lambda rule: True, clips=True),
-    "torch fused": Contender(partial(_torch, fused=True), lambda rule: rule.fused),
-    "torch foreach": Contender(partial(_torch, foreach=True), lambda rule: rule.torch),
-    "torch loop": Contender(partial(_torch, foreach=False), lambda rule: rule.torch, foreach=False),
-    "torch.compile(step)": Contender(_recipe_optimizer, lambda rule: rule.torch, whole_model=True, compile_step=True),
-    "usual foreach": Contender(lambda rule, p: _USUAL[rule.ours](p, **rule.options), lambda rule: rule.ours in _USUAL),
-    "adamp": Contender(*_ADAMP, package="adamp", distribution="adamp"),
-    "heavyball": Contender(*_HEAVYBALL, package="heavyball", distribution="heavyball", whole_model=True),
-    "optimi": Contender(*_OPTIMI, package="optimi", distribution="torch-optimi"),
-    "deepspeed": Contender(*_DEEPSPEED, package="deepspeed", distribution="deepspeed", cpu_only=True),
+    "torch fused": Contender(partial(_torch, fused=True), lambda rule: rule.entry.fused),
+    "torch foreach": Contender(partial(_torch, foreach=True), lambda rule: rule.entry.in_torch),
+    "torch loop": Contender(partial(_torch, foreach=False), lambda rule: rule.entry.in_torch, foreach=False),
+    "torch.compile(step)": Contender(
+        _recipe_optimizer, lambda rule: rule.entry.in_torch, whole_model=True, compile_step=True
+    ),
+    "usual foreach": Contender(*_published("perf.peers")),
+    "adamp": Contender(*_published("adamp"), package="adamp", distribution="adamp"),
+    "heavyball": Contender(*_published("heavyball"), package="heavyball", distribution="heavyball", whole_model=True),
+    "optimi": Contender(*_published("optimi"), package="optimi", distribution="torch-optimi"),
+    "deepspeed": Contender(
+        *_published("deepspeed.ops.adam"), package="deepspeed", distribution="deepspeed", cpu_only=True
+    ),
 }
 
 BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "ours eager")

@@ -82,7 +82,7 @@ class Race:
         self.clock = Clock(device)
         self.shapes = WORKLOADS[case.workload]()
         size = elements(self.shapes)
-        footprint = size * self.dtype.itemsize * (2 + self.rule.states)
+        footprint = size * self.dtype.itemsize * (2 + self.rule.measured.states)
         self.in_cache = memory.fits(footprint)
         needed = self.rule.bytes_per_parameter(self.dtype.itemsize)
         row = Row(*(case.workload, case.optimizer, case.dtype, ""), len(self.shapes), size, needed, self.in_cache)

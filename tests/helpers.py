@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 SMALL = [(8, 5), (7,), (), (1,), (0, 3), (2, 3, 4), (3, 2, 3, 3)]
+TIMEOUT = 3600
+"""Seconds after which a process is stuck, and not only on a slow machine."""
+
 LARGE = [(300, 120)]  # above backends.cpu.LARGE: runs in the parallel unit
 
 
@@ -33,6 +37,11 @@ def gradients(params: Sequence[Tensor], steps: int, seed: int = 1) -> Iterator[l
             value.to(p.dtype.to_real() if p.is_complex() else p.dtype).to(p.device, p.dtype)
             for value, p in zip(values, params, strict=True)
         ]
+
+
+def slow_decay(step: int) -> float:
+    """Return the learning rate of a step."""
+    return 0.1 / (1 + 0.1 * step)
 
 
 def train(
@@ -66,6 +75,18 @@ def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance
     assert max(worst, default=0.0) <= tolerance, f"relative differences {worst} exceed {tolerance}"
 
 
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare two state dicts; tensors have to be equal bit for bit."""
+    assert actual["param_groups"] == expected["param_groups"]
+    assert actual["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        found = actual["state"][index]
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            same = torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+            assert same, f"{name} of parameter {index} differs"
+
+
 def copies(params: Sequence[Tensor]) -> list[Tensor]:
     """Parameters with the same values, strides and requires_grad in memory of their own."""
     return [torch.nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in params]
@@ -74,6 +95,7 @@ def copies(params: Sequence[Tensor]) -> list[Tensor]:
 def run_python(code: str, **environment: str) -> str:
     """Run code in a fresh interpreter and return what it printed; a failure shows its stderr."""
     env = {**os.environ, **environment}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stderr
     return result.stdout

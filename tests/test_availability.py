@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
-from types import ModuleType, SimpleNamespace
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from compiled_optim import backends
-from compiled_optim.backends import cuda, npu
 
 from .hardware_free.conftest import TORCH_NPU, require
 from .helpers import run_python
@@ -21,87 +25,89 @@ def test_what_always_works():
     assert backends.get("eager").available()
 
 
+@dataclass(frozen=True)
+class Environment:
+    """What a machine has installed and plugged in; by default all that any backend needs.
+
+    ``modules`` maps the modules that can be imported to their source, ``programs`` are the executables on the path, and
+    ``variables`` are set in the environment. ``npu`` says whether torch sees an NPU, and is None where torch_npu has
+    not added ``torch.npu``.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("triton", "torch_npu", "torchair"), ""))
+    programs: tuple[str, ...] = ("gcc",)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    cuda_version: str | None = "12.6"
+    cuda: bool = True
+    npu: bool | None = True
+
+    def without(self, module: str) -> Environment:
+        return replace(self, modules={name: source for name, source in self.modules.items() if name != module})
+
+    def failing(self, module: str, error: str) -> Environment:
+        return replace(self, modules={**self.modules, module: f"raise {error}"})
+
+
 @pytest.fixture
-def everything_for_cuda(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: object())
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc")
-    monkeypatch.delenv("CC", raising=False)
+def enter(tmp_path, monkeypatch) -> Callable[[Environment], None]:
+    """Make this process see an environment until the end of the test."""
+
+    def enter(environment: Environment) -> None:
+        for module, source in environment.modules.items():
+            (tmp_path / f"{module}.py").write_text(source)
+        for program in environment.programs:
+            (tmp_path / program).touch(mode=0o755)
+        for module in ("triton", "torch_npu", "torchair"):
+            sys.modules.pop(module, None)
+        monkeypatch.setattr(sys, "path", [str(tmp_path), sysconfig.get_path("stdlib")])
+        for variable, value in {"CC": "", "PATH": str(tmp_path), **environment.variables}.items():
+            monkeypatch.setenv(variable, value)
+        npu = None if environment.npu is None else SimpleNamespace(is_available=lambda: environment.npu)
+        faked: list[tuple[Any, str, Any]] = [
+            (torch.version, "cuda", environment.cuda_version),
+            (torch.cuda, "is_available", lambda: environment.cuda),
+            (torch, "npu", npu),
+        ]
+        for owner, name, value in faked:
+            monkeypatch.setattr(owner, name, value, raising=False)
+
+    with mock.patch.dict(sys.modules):
+        yield enter
 
 
-CUDA = [
-    (torch.version, "cuda", None, "this build of torch has no CUDA support; install one that has"),
-    (torch.cuda, "is_available", lambda: False, "torch sees no CUDA device; check the driver"),
-    (cuda, "find_spec", lambda name: None, "triton is not installed; install the version"),
-    (shutil, "which", lambda name: None, "no C compiler was found, which Triton needs; install gcc"),
+ALL = Environment()
+NO_TEXT = "RuntimeError"
+NO_CANN = r'OSError("libascendcl.so: cannot open shared object file: No such file or directory\nand more")'
+CASES = [
+    ("cuda", ALL, ""),
+    ("cuda", replace(ALL, cuda_version=None), "this build of torch has no CUDA support; install one that has"),
+    ("cuda", replace(ALL, cuda=False), "torch sees no CUDA device; check the driver"),
+    ("cuda", ALL.without("triton"), "triton is not installed; install the version"),
+    ("cuda", replace(ALL, programs=()), "no C compiler was found, which Triton needs; install gcc"),
+    ("cuda", replace(ALL, variables={"CC": "my-cc"}), "no C compiler was found"),
+    ("cuda", replace(ALL, variables={"CC": "my-cc"}, programs=("my-cc",)), ""),
+    ("npu", ALL, ""),
+    ("npu", ALL.without("torch_npu"), "torch_npu is not installed; install the release"),
+    ("npu", ALL.failing("torch_npu", NO_CANN), "the CANN libraries were not found (libascendcl.so: cannot open shared"),
+    ("npu", ALL.failing("torch_npu", NO_TEXT), "torch_npu cannot be imported (RuntimeError); install the release"),
+    ("npu", replace(ALL, npu=False), "torch_npu sees no NPU; check npu-smi info"),
+    ("npu", replace(ALL, npu=None), "torch_npu sees no NPU; check npu-smi info"),
+    ("npu", ALL.failing("torchair", 'ImportError("No module named google")'), "torchair cannot be imported (No module"),
+    ("npu", ALL.without("triton"), ""),
+    ("npu-inductor", ALL, ""),
+    ("npu-inductor", ALL.without("triton"), "triton is not installed; install triton-ascend"),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "value", "reason"), CUDA, ids=[reason[:25] for *_, reason in CUDA])
-def test_what_cuda_can_lack(everything_for_cuda, monkeypatch, owner, name, value, reason):
-    assert backends.get("cuda").available()
-    monkeypatch.setattr(owner, name, value)
-    answer = backends.get("cuda").available()
-    assert not answer
-    assert answer.reason.startswith(reason)
-    assert answer.reason.endswith("pass compile=False to run the same step eagerly on this device")
-
-
-def test_the_c_compiler_named_by_the_environment_is_looked_for(everything_for_cuda, monkeypatch):
-    monkeypatch.setenv("CC", "my-cc")
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "my-cc" else "/usr/bin/cc")
-    assert "no C compiler" in backends.get("cuda").available().reason
-
-
-def imports(**modules):
-    """Stand-ins for find_spec and import_module: by name None (not installed), an exception, or fine."""
-
-    def load(name):
-        if isinstance(modules[name], Exception):
-            raise modules[name]
-        return ModuleType(name)
-
-    return lambda name: None if modules[name] is None else object(), SimpleNamespace(import_module=load)
-
-
-NO_LIBRARY = OSError("libascendcl.so: cannot open shared object file: No such file or directory\nand more")
-NPU = [
-    ("npu", dict(torch_npu=None), True, "torch_npu is not installed; install the release"),
-    ("npu", dict(torch_npu=NO_LIBRARY), True, "the CANN libraries were not found (libascendcl.so: cannot open shared"),
-    ("npu", dict(torch_npu=RuntimeError("")), True, "torch_npu cannot be imported (RuntimeError); install the release"),
-    ("npu", dict(torch_npu=True), False, "torch_npu sees no NPU; check npu-smi info"),
-    (
-        "npu",
-        dict(torch_npu=True, torchair=ImportError("No module named 'google'")),
-        True,
-        "torchair cannot be imported",
-    ),
-    ("npu", dict(torch_npu=True, torchair=True), True, ""),
-    ("npu-inductor", dict(torch_npu=True, triton=None), True, "triton is not installed; install triton-ascend"),
-    ("npu-inductor", dict(torch_npu=True, triton=True), True, ""),
-]
-
-
-@pytest.mark.parametrize(("name", "modules", "device", "reason"), NPU, ids=[f"{n}-{r[:25]}" for n, *_, r in NPU])
-def test_what_the_npu_can_lack(monkeypatch, name, modules, device, reason):
-    find, loader = imports(**modules)
-    monkeypatch.setattr(npu, "find_spec", find)
-    monkeypatch.setattr(npu, "importlib", loader)
-    monkeypatch.setattr(npu, "sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr(torch, "npu", SimpleNamespace(is_available=lambda: device), raising=False)
+@pytest.mark.parametrize(
+    ("name", "environment", "reason"), CASES, ids=[f"{name}-{reason[:30] or 'available'}" for name, _, reason in CASES]
+)
+def test_what_is_missing_is_named(enter, name, environment, reason):
+    enter(environment)
     answer = backends.get(name).available()
     assert bool(answer) == (reason == "")
     assert answer.reason.startswith(reason)
-    assert not answer.reason or answer.reason.endswith("eagerly on this device")
-
-
-def test_a_device_that_cannot_be_asked_for_is_none(monkeypatch):
-    find, loader = imports(torch_npu=True)
-    monkeypatch.setattr(npu, "find_spec", find)
-    monkeypatch.setattr(npu, "importlib", loader)
-    monkeypatch.delattr(torch, "npu", raising=False)
-    assert "sees no NPU" in backends.get("npu").available().reason
+    assert not reason or answer.reason.endswith("pass compile=False to run the same step eagerly on this device")
 
 
 def test_the_real_torch_npu_without_cann():

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import compiled_optim as co
+from catalog import CATALOG
 
 from .helpers import parameters
-from .test_checkpoints import NINE, advance
+from .test_checkpoints import TORCH_NPU_KEYS, advance
 
 SHAPES = [(3, 2), (4,), (5,)]
 
@@ -159,16 +160,16 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case, steps):
 RELATED = {
     *product(["Adam", "AdamW", "Lamb", "AdamP"], ["Adam", "AdamW", "Lamb"]),
     *product(["RMSprop", "RMSpropTF"], repeat=2),
-    *((name, name) for name in NINE),
+    *((name, name) for name in TORCH_NPU_KEYS),
 }
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(NINE, repeat=2)))
+@pytest.mark.parametrize(("source", "target"), list(product(TORCH_NPU_KEYS, repeat=2)))
 def test_states_of_another_optimizer(source, target):
     params, others = parameters(SHAPES), parameters(SHAPES)
-    donor = getattr(co, source)(others, **NINE[source], compile=False)
+    donor = getattr(co, source)(others, **CATALOG[source].typical, compile=False)
     advance(donor, others, 0, 2)
-    optimizer = getattr(co, target)(params, **NINE[target], compile=False)
+    optimizer = getattr(co, target)(params, **CATALOG[target].typical, compile=False)
     advance(optimizer, params, 0, 1)
     if (source, target) in RELATED:
         optimizer.load_state_dict(donor.state_dict())

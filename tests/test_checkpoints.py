@@ -11,6 +11,7 @@ import torch
 
 import compiled_optim as co
 import compiled_optim.npu
+from catalog import CATALOG
 
 from .helpers import SMALL, assert_close, copies, gradients, parameters, run_python
 
@@ -97,24 +98,11 @@ def test_both_ways_with_torch(name, options, source, target, fresh, carrier, com
     assert_close(second, expected, 2e-6)
 
 
-NINE = {
-    "SGD": dict(momentum=0.9),
-    "Adam": {},
-    "AdamW": {},
-    "AdamP": {},
-    "Lamb": {},
-    "BertAdam": dict(warmup=0.3, t_total=20),
-    "Adadelta": {},
-    "RMSprop": dict(momentum=0.9),
-    "RMSpropTF": dict(momentum=0.9),
-}
-
-
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", CATALOG)
 def test_every_optimizer_resumes_bit_for_bit(name):
     whole, halves = parameters(SMALL), parameters(SMALL)
-    advance(getattr(co, name)(whole, **NINE[name]), whole, 0, 6)
-    optimizer = getattr(co, name)(halves, **NINE[name])
+    advance(getattr(co, name)(whole, **CATALOG[name].typical), whole, 0, 6)
+    optimizer = getattr(co, name)(halves, **CATALOG[name].typical)
     advance(optimizer, halves, 0, 3)
     saved = through_file(optimizer.state_dict())
     assert through_bytes_and_json(saved)["param_groups"]  # holds what JSON can hold
@@ -159,12 +147,12 @@ TORCH_NPU_KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", TORCH_NPU_KEYS)
 def test_the_form_of_torch_npu_for_every_optimizer(name):
     """Only the keys torch_npu's groups have, a scheduler's beside them, and ints as steps."""
     whole, halves = parameters(SMALL), parameters(SMALL)
-    advance(getattr(co, name)(whole, **NINE[name], compile=False), whole, 0, 6)
-    optimizer = getattr(co, name)(halves, **NINE[name], compile=False)
+    advance(getattr(co, name)(whole, **CATALOG[name].typical, compile=False), whole, 0, 6)
+    optimizer = getattr(co, name)(halves, **CATALOG[name].typical, compile=False)
     advance(optimizer, halves, 0, 3)
     saved = optimizer.state_dict()
     for state in saved["state"].values():

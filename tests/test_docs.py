@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
-import importlib
+import importlib.util
 import io
 import pkgutil
 import re
@@ -13,18 +13,41 @@ from pathlib import Path
 import pytest
 
 import compiled_optim
+from catalog import CATALOG
+from compiled_optim import backends
 from compiled_optim.backends import registry
 
-MODULES = [m.name for m in pkgutil.iter_modules(compiled_optim.__path__, "compiled_optim.")]
+PACKAGES = (compiled_optim, backends)  # in an editable install, backends is not below the path of the package
+MODULES = sorted(
+    {package.__name__ for package in PACKAGES}
+    | {m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")}
+)
 ROOT = Path(__file__).parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["compiled_optim", *MODULES])
-def test_docstrings(name):
-    failures, _ = doctest.testmod(importlib.import_module(name))
-    assert failures == 0
+def has_examples(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return ">>> " in Path(spec.origin).read_text()
+
+
+@pytest.mark.parametrize("name", list(filter(has_examples, MODULES)))
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+    assert result.attempted > 0, "no docstring has the examples of this file"
+
+
+def test_the_modules_of_the_package_and_of_its_backends_are_visited():
+    assert {"compiled_optim", "compiled_optim.optimizer", "compiled_optim.backends.cpu"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_every_optimizer_has_an_example(name):
+    assert doctest.DocTestParser().get_examples(getattr(compiled_optim, name).__doc__)
 
 
 def check_page(page: str, text: str) -> int:

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import compiled_optim as co
+from catalog import CATALOG
 
 from .helpers import assert_close, copies, parameters
 from .test_recompiles import compilations
-from .test_schedulers import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,10 +157,11 @@ def test_the_profiler_shows_one_range_for_each_step(hooked):
     assert counts == {"Optimizer.step#AdamW.step": 3, "Optimizer.zero_grad#AdamW.zero_grad": 3}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", CATALOG)
 def test_an_optimizer_for_each_parameter_in_backward(name):
     """Stepped as soon as a gradient is there, which is freed at once; they share their compiled units."""
-    options = OPTIMIZERS[name] | {"lr": 0.02}
+    entry = CATALOG[name]
+    options = {**entry.typical, **entry.without_norm, "lr": 0.02}
     warm = parameters([(5, 4), (9,)])  # rows and no rows: at most two units
     for param in warm:
         optimizer = getattr(co, name)([param], **options)
@@ -177,8 +178,8 @@ def test_an_optimizer_for_each_parameter_in_backward(name):
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
-    if hasattr(torch.optim, name):
-        reference = getattr(torch.optim, name)(twin.parameters(), **options)
+    if entry.in_torch:
+        reference = entry.reference(twin.parameters(), **options)
     else:
         reference = getattr(co, name)(twin.parameters(), **options, compile=False)
     for batch in batches(6):

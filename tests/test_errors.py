@@ -9,39 +9,14 @@ import pytest
 import torch
 
 import compiled_optim as co
+from catalog import CATALOG
 
 from .helpers import parameters
 
-NAN = float("nan")
-
-CONSTRUCTION = [
-    *((name, {"lr": lr}, f"Invalid learning rate: {lr}") for name in ("SGD", "Adam", "AdamW") for lr in (-1.0, NAN)),
-    *((name, {"lr": torch.ones(2)}, "Tensor lr must be 1-element") for name in ("SGD", "Adam", "AdamW")),
-    *((name, {"eps": eps}, f"Invalid epsilon value: {eps}") for name in ("Adam", "AdamW") for eps in (-1e-8, NAN)),
-    *(
-        (name, {"betas": betas}, f"Invalid beta parameter at index {index}: {betas[index]}")
-        for name in ("Adam", "AdamW")
-        for betas, index in [((1.0, 0.9), 0), ((-0.1, 0.9), 0), ((NAN, 0.9), 0), ((0.9, 1.0), 1), ((0.9, NAN), 1)]
-    ),
-    ("Adam", {"betas": (0.9, torch.tensor(0.9))}, "betas must be either both floats or both Tensors"),
-    ("Adam", {"betas": (torch.ones(2) / 2, torch.ones(2) / 2)}, "Tensor betas[0] must be 1-element"),
-    *(
-        (name, {"weight_decay": wd}, f"Invalid weight_decay value: {wd}")
-        for name in ("SGD", "Adam", "AdamW")
-        for wd in (-1, NAN)
-    ),
-    ("SGD", {"momentum": -0.5}, "Invalid momentum value: -0.5"),
-    ("SGD", {"momentum": NAN}, "Invalid momentum value: nan"),
-    ("SGD", {"nesterov": True}, "Nesterov momentum requires a momentum and zero dampening"),
-    (
-        "SGD",
-        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
-        "Nesterov momentum requires a momentum and zero dampening",
-    ),
-]
+REFUSED = [(name, options, message) for name, entry in CATALOG.items() for options, message in entry.refused]
 
 
-@pytest.mark.parametrize(("name", "options", "message"), CONSTRUCTION)
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
 def test_hyperparameters(name, options, message):
     params = parameters([(2,)])
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

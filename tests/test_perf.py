@@ -79,7 +79,7 @@ def test_workloads_have_the_published_sizes(workload, tensors, parameters):
 
 BAD = {
     "workload": (["--workload", "resnet51"], "unknown workload 'resnet51': choose from tiny_mlp, "),
-    "optimizer": (["--optimizer", "adamw"], "unknown optimizer 'adamw': choose from AdamW, "),
+    "optimizer": (["--optimizer", "adamw"], "unknown optimizer 'adamw': choose from SGD, "),
     "dtype": (["--dtype", "fp8"], "unknown dtype 'fp8': choose from float32, "),
     "contender": (["--contender", "apex"], "unknown contender 'apex': choose from ours, "),
     "peer": (["--contender", "heavyball"], "contender 'heavyball' is not installed: pip install .[peers]"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,20 +212,42 @@ def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
     assert not re.search(r"empty_strided_cpu\(\(" + ", ".join([r"u\d+"] * rank) + r",? ?\)", code)
 
 
-def test_thread_count_of_the_user_is_followed():
-    """Parallel code runs with torch's thread count at the time, and computes the same."""
+TASKS = Path("/proc/self/task")
+
+
+def working_threads(run):
+    """Return how many threads of this process did a fair share of the work of ``run``."""
+
+    def nanoseconds():
+        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in TASKS.iterdir()}
+
+    time.sleep(0.5)  # threads without work spin for a while before they sleep
+    before = nanoseconds()
+    run()
+    used = [spent - before.get(thread, 0) for thread, spent in nanoseconds().items()]
+    return sum(spent > max(used) / 10 for spent in used)
+
+
+@pytest.mark.skipif(not (TASKS / str(os.getpid()) / "schedstat").exists(), reason="needs Linux's times of threads")
+def test_a_step_runs_on_as_many_threads_as_torch_is_set_to():
+    """The number of threads is read at each step, and results do not depend on it."""
     threads = torch.get_num_threads()
-    results = []
-    for count in (1, 2, threads):
-        torch.set_num_threads(count)
-        torch.manual_seed(0)
-        param = torch.nn.Parameter(torch.randn(300, 300))
-        optimizer = co.AdamW([param])
-        param.grad = torch.randn(300, 300)
-        optimizer.step()
-        assert torch.get_num_threads() == count
-        results.append(param)
-    assert_close(results[:2], [results[2]] * 2, 0)
+    results, working = [], []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            param = torch.nn.Parameter(torch.randn(2000, 1000))
+            optimizer = co.AdamW([param])
+            param.grad = torch.randn(2000, 1000)
+            optimizer.step()
+            working.append(working_threads(lambda optimizer=optimizer: [optimizer.step() for _ in range(20)]))
+            assert torch.get_num_threads() == count
+            results.append(param)
+    finally:
+        torch.set_num_threads(threads)
+    assert working == [1, 2, 3]
+    assert_close(results[1:], results[:1] * 2, 0)
 
 
 class Twins(co.Optimizer):

@@ -20,26 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
+from catalog import CATALOG
 
 from ..helpers import copies, distance, gradients, parameters
-from ..test_rules import REFERENCES
 from .world import warm_up
 
-# with an epsilon that keeps the rounding of gradients near zero from becoming a difference
-OPTIONS: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.02, "momentum": 0.9},
-    "Adam": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
-    "AdamW": {"lr": 0.01, "eps": 1e-3},
-    "AdamP": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
-    "Lamb": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
-    "BertAdam": {"lr": 0.01, "max_grad_norm": 0.1, "e": 1e-3},
-    "Adadelta": {"lr": 0.5},
-    "RMSprop": {"lr": 0.01, "momentum": 0.9, "eps": 1e-3},
-    "RMSpropTF": {"lr": 0.01},
-    "Lion": {"lr": 0.001},
-    "Adan": {"lr": 0.01, "eps": 1e-3},
-}
-TORCH = {name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW")}
 STEPS = 10
 
 # the last two leave some ranks without a row
@@ -93,14 +78,14 @@ def farthest(some: list[Tensor], others: list[Tensor]) -> float:
 def alone(name: str, **options: Any) -> list[Tensor]:
     """The parameters after training in one process, which adds up the gradients of all shares."""
     made, ranks = model(), dist.get_world_size()
-    optimizer = getattr(co, name)(made, **{**OPTIONS[name], **options})
+    optimizer = getattr(co, name)(made, **{**CATALOG[name].distributed, **options})
     train(made, optimizer, range(STEPS), range(ranks), ranks)
     return whole(made)
 
 
 def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
     made = sharded()
-    optimizer = getattr(co, name)(made, **{**OPTIONS[name], **options})
+    optimizer = getattr(co, name)(made, **{**CATALOG[name].distributed, **options})
     on_ranks(made, optimizer)
     explanation = optimizer.explain()
     return {
@@ -119,9 +104,9 @@ def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None 
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     twins = parameters(SHAPES)
     params = [nn.Parameter(distribute_tensor(twin.detach(), mesh, placements)) for twin in copies(twins)]
-    options = {**OPTIONS[name], **options}
+    options = {**CATALOG[name].distributed, **options}
     optimizer = getattr(co, name)(params, **options)
-    reference = {**TORCH, **REFERENCES}[name](twins, **{k: v for k, v in options.items() if k != "lr"})
+    reference = CATALOG[name].reference(twins, **options)
     warm_up(optimizer)
     for grads in gradients(twins, STEPS):
         with torch.no_grad():
@@ -131,7 +116,6 @@ def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None 
             grads[4] -= (grads[4] * twins[4]).sum() / twins[4].square().sum() * twins[4]  # only as a whole
         for param, twin, grad in zip(params, twins, grads, strict=True):
             param.grad, twin.grad = distribute_tensor(grad, mesh, placements), grad
-        reference.param_groups[0]["lr"] = options["lr"]
         reference.step()
         optimizer.step()
     return farthest([param.full_tensor() for param in params], twins)
@@ -175,7 +159,7 @@ def scaled(folder: Path) -> dict[str, Any]:
 
 def ddp(name: str, folder: Path) -> dict[str, Any]:
     made = DistributedDataParallel(model())
-    optimizer = getattr(co, name)(made, **OPTIONS[name])
+    optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     on_ranks(made, optimizer)
     return {"distance": farthest(whole(made), alone(name)), "params": whole(made), "events": optimizer.explain().events}
 
@@ -183,14 +167,14 @@ def ddp(name: str, folder: Path) -> dict[str, Any]:
 def zero_redundancy(folder: Path) -> float:
     """Each rank's part of the optimizer steps parameters of its own."""
     made = DistributedDataParallel(model())
-    optimizer = ZeroRedundancyOptimizer(made.parameters(), optimizer_class=co.AdamW, **OPTIONS["AdamW"])
+    optimizer = ZeroRedundancyOptimizer(made.parameters(), optimizer_class=co.AdamW, **CATALOG["AdamW"].distributed)
     on_ranks(made, optimizer)
     return farthest(whole(made), alone("AdamW"))
 
 
 def hybrid(name: str, folder: Path) -> float:
     made = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    on_ranks(made, optimizer := getattr(co, name)(made, **OPTIONS[name]))
+    on_ranks(made, optimizer := getattr(co, name)(made, **CATALOG[name].distributed))
     assert not optimizer.explain().events
     return farthest(whole(made), alone(name))
 
@@ -202,7 +186,7 @@ def hybrid_shards(name: str, folder: Path) -> float:
 def save(name: str, folder: Path) -> None:
     """Half of the training, saved."""
     made = sharded()
-    optimizer = getattr(co, name)(made, **OPTIONS[name])
+    optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     on_ranks(made, optimizer, range(STEPS // 2))
     weights, state = get_state_dict(made, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / f"checkpoint-{name}")
@@ -211,7 +195,7 @@ def save(name: str, folder: Path) -> None:
 def load(name: str, folder: Path) -> dict[str, Any]:
     """The other half, on another number of ranks."""
     made = sharded()
-    optimizer = getattr(co, name)(made, **OPTIONS[name])
+    optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     weights, state = get_state_dict(made, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / f"checkpoint-{name}")
     set_state_dict(made, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -323,9 +307,8 @@ def columns(folder: Path) -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twin = nn.Parameter(parameters([(4, 6)])[0].detach())
     param = nn.Parameter(distribute_tensor(twin.detach().clone(), mesh, [Shard(1)]))
-    optimizer = co.Lamb([param], **OPTIONS["Lamb"], compile=False)
-    reference = REFERENCES["Lamb"]([twin], weight_decay=0.1, eps=1e-3)
-    reference.param_groups[0]["lr"] = OPTIONS["Lamb"]["lr"]
+    optimizer = co.Lamb([param], **CATALOG["Lamb"].distributed, compile=False)
+    reference = CATALOG["Lamb"].reference([twin], **CATALOG["Lamb"].distributed)
     for (grad,) in gradients([twin], 3):
         twin.grad = grad
         param.grad = DTensor.from_local(grad / dist.get_world_size(), mesh, [Partial()])
@@ -357,16 +340,17 @@ def watched(folder: Path) -> dict[str, Any]:
     return {"quiet": quiet, "moved": moved, "kept": kept, "same plan": all(same_plan)}
 
 
-ALL = tuple(OPTIONS)
+BY_TENSOR = tuple(name for name, entry in CATALOG.items() if entry.sums == "tensor")
+SUMS = tuple(name for name, entry in CATALOG.items() if entry.sums)
 TWO = {
-    **{f"fsdp {name}": partial(fsdp, name) for name in ALL},
-    **{f"formula {name}": partial(shards_against_the_formula, name) for name in ALL},
-    **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", "AdamP", "Lamb")},
+    **{f"fsdp {name}": partial(fsdp, name) for name in CATALOG},
+    **{f"formula {name}": partial(shards_against_the_formula, name) for name in CATALOG},
+    **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", *BY_TENSOR)},
     **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched)},
 }
 FOUR = {
-    **{f"fsdp {name}": partial(fsdp, name) for name in ("AdamW", "AdamP", "Lamb")},
-    **{f"formula {name}": partial(shards_against_the_formula, name) for name in ("AdamP", "Lamb", "BertAdam")},
+    **{f"fsdp {name}": partial(fsdp, name) for name in ("AdamW", *BY_TENSOR)},
+    **{f"formula {name}": partial(shards_against_the_formula, name) for name in SUMS},
     **{f"hybrid {name}": partial(hybrid, name) for name in ("AdamW", "Lamb")},
     **{f"hybrid shards {name}": partial(hybrid_shards, name) for name in ("AdamP", "BertAdam")},
     **{f"save {name}": partial(save, name) for name in ("AdamW", "Lamb", "SGD")},

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 400
-"""A rank that waits for so long is stuck; a machine that compiles on all cores makes ranks wait."""
+from ..helpers import TIMEOUT
 
 Case = Callable[[Path], Any]
 
@@ -26,7 +25,7 @@ def run(cases: Mapping[str, Case], ranks: int, folder: Path) -> dict[str, list[A
     """
     spawned = mp.start_processes(_rank, (ranks, dict(cases), folder), nprocs=ranks, join=False, start_method="spawn")
     try:
-        while not spawned.join(timeout=SECONDS):
+        while not spawned.join(timeout=TIMEOUT):
             if not any(process.is_alive() for process in spawned.processes):
                 break
     finally:
@@ -40,7 +39,7 @@ def _rank(rank: int, ranks: int, cases: dict[str, Case], folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = f"file://{folder}/store.{ranks}"
-    dist.init_process_group("gloo", store, timedelta(seconds=SECONDS), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=rank, world_size=ranks)
     answers: dict[str, Any] = {}
     for name, case in cases.items():
         try:

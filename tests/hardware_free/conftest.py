@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import TIMEOUT
+
 ROOT = Path(__file__).parents[2]
 TORCH_NPU = Path(sys.prefix) / "torch_npu"
 PINNED = {"torch": "2.13.0", "triton": "3.7.1", "torch_npu": "2.13.0"}
@@ -48,7 +50,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache, **environment}
         command = [sys.executable, "-W", "ignore", "-m", f"tests.hardware_free.{script}"]
         result = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600
+            command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=TIMEOUT
         )
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)

@@ -8,25 +8,13 @@ from typing import Any
 import torch
 
 import compiled_optim as co
+from catalog import CATALOG
 from compiled_optim.backends import Backend, Signature
 from compiled_optim.collect import collect
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": dict(lr=0.1, momentum=0.9, weight_decay=0.01),
-    "Adam": dict(weight_decay=0.01, amsgrad=True),
-    "AdamW": {},
-    # a delta at which some tensors are projected and some are not
-    "AdamP": dict(weight_decay=0.01, delta=0.9),
-    "Lamb": dict(weight_decay=0.01),
-    "BertAdam": {},
-    "Adadelta": dict(weight_decay=0.01),
-    "RMSprop": dict(momentum=0.9, centered=True),
-    "RMSpropTF": dict(momentum=0.9, centered=True),
-    "Lion": dict(weight_decay=0.01),
-    "Adan": dict(weight_decay=0.01),
-}
-SPLIT = {"AdamP split": ("AdamP", {}), "Lamb split": ("Lamb", {})}
-"""Rules that take sums over whole tensors, in the two phases they have where tensors are split over processes."""
+OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
+SPLIT = {f"{name} split": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
+"""Optimizers that take sums over tensors, in the two phases they have where tensors are split over processes."""
 
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
 

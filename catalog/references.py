@@ -1,25 +1,71 @@
-"""The formulas of the optimizers torch does not have, in NumPy and float64, one tensor at a time, branches and all.
+"""Reference formulas, in float64 NumPy, of the optimizers that torch.optim does not have.
 
-Written from the papers' and the specification's formulas, not from the package. Each takes lists of arrays, the step
-count after it was incremented, and the hyperparameters; ``memory`` is a dict for each tensor that it keeps states in.
+They are written from the papers and the specification, not from the package: one tensor at a time, with branches. Each
+takes the parameters and gradients as lists of arrays, a dict of states for each tensor, the step count (1 in the first
+step), the learning rate and the hyperparameters. It returns the new parameters.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[np.float64]
+Arrays = Sequence[Array]
+Memory = dict[str, Any]
+Memories = Sequence[Memory]
 
 
-def moments(memory, g, b1, b2):
+class Formula(torch.optim.Optimizer):
+    """A reference formula as an optimizer with one parameter group.
+
+    It keeps the parameters in float64, whatever their dtype is, and copies the result into them after each step.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], formula: Callable[..., list[Array]], lr: float = 0.1, **options: Any
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self.sign = -1.0 if options.pop("maximize", False) else 1.0
+        self.formula, self.hyperparameters = formula, options
+        self.values = [array(param) for param in self.param_groups[0]["params"]]
+        self.memories: list[Memory] = [{} for _ in self.values]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Compute one step by the formula."""
+        group = self.param_groups[0]
+        grads = [self.sign * array(param.grad) for param in group["params"]]
+        self.steps += 1
+        self.values = self.formula(self.values, grads, self.memories, self.steps, group["lr"], **self.hyperparameters)
+        for param, value in zip(group["params"], self.values, strict=True):
+            param.copy_(torch.from_numpy(np.asarray(value)))
+
+
+def array(tensor: Tensor) -> Array:
+    """Return a float64 copy of a tensor."""
+    return tensor.detach().cpu().double().numpy().copy()
+
+
+def moments(memory: Memory, g: Array, b1: float, b2: float) -> tuple[Array, Array]:
+    """Update and return the averages of the gradient and of its square."""
     memory["m"] = b1 * memory.get("m", 0.0) + (1 - b1) * g
     memory["v"] = b2 * memory.get("v", 0.0) + (1 - b2) * g * g
     return memory["m"], memory["v"]
 
 
 def lamb(
-    ps, gs, memories, t, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, adam=False, use_global_grad_norm=False
-):
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6, weight_decay: float = 0.0, adam: bool = False, use_global_grad_norm: bool = False,
+) -> list[Array]:  # fmt: skip
+    """LAMB as in the specification: no bias correction, the weight norm clamped to 10."""
     if use_global_grad_norm:
         total = math.sqrt(sum(float((g * g).sum()) for g in gs))
         if total > 1:
@@ -35,7 +81,11 @@ def lamb(
     return results
 
 
-def lion(ps, gs, memories, t, lr, betas=(0.9, 0.99), weight_decay=0.0):
+def lion(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+) -> list[Array]:  # fmt: skip
+    """Lion, from the paper."""
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
         m = memory.get("m", 0.0)
@@ -44,8 +94,11 @@ def lion(ps, gs, memories, t, lr, betas=(0.9, 0.99), weight_decay=0.0):
     return results
 
 
-def adan(ps, gs, memories, t, lr, betas=(0.98, 0.92, 0.99), eps=1e-8, weight_decay=0.0):
-    """The paper's algorithm, with the bias corrections of its published code; its betas are one minus these."""
+def adan(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float,
+    betas: tuple[float, float, float] = (0.98, 0.92, 0.99), eps: float = 1e-8, weight_decay: float = 0.0,
+) -> list[Array]:  # fmt: skip
+    """Adan, from the paper, with the bias corrections of its published code; the paper's betas are one minus these."""
     a1, a2, a3 = (1 - beta for beta in betas)
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
@@ -59,7 +112,8 @@ def adan(ps, gs, memories, t, lr, betas=(0.98, 0.92, 0.99), eps=1e-8, weight_dec
     return results
 
 
-def bert_schedule(name, x, warmup):
+def bert_schedule(name: str, x: float, warmup: float) -> float:
+    """Return the factor of the learning rate after the fraction ``x`` of all steps."""
     if x < warmup:
         return x / warmup
     if name == "warmup_constant":
@@ -73,9 +127,11 @@ def bert_schedule(name, x, warmup):
 
 
 def bert_adam(
-    ps, gs, memories, t, lr, warmup=-1, t_total=-1, schedule="warmup_linear", b1=0.9, b2=0.999, e=1e-6,
-    weight_decay=0.01, max_grad_norm=1.0,
-):  # fmt: skip
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, warmup: float = -1, t_total: int = -1,
+    schedule: str = "warmup_linear", b1: float = 0.9, b2: float = 0.999, e: float = 1e-6, weight_decay: float = 0.01,
+    max_grad_norm: float = 1.0,
+) -> list[Array]:  # fmt: skip
+    """BertAdam: Adam without bias correction, with a schedule and clipping by the norm of all gradients."""
     if max_grad_norm > 0:
         norm = math.sqrt(sum(float((g * g).sum()) for g in gs))
         coefficient = max_grad_norm / (norm + 1e-6)
@@ -91,9 +147,11 @@ def bert_adam(
 
 
 def rmsprop_tf(
-    ps, gs, memories, t, lr, alpha=0.9, eps=1e-10, weight_decay=0.0, momentum=0.0, centered=False,
-    decoupled_decay=False, lr_in_momentum=True,
-):  # fmt: skip
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, alpha: float = 0.9, eps: float = 1e-10,
+    weight_decay: float = 0.0, momentum: float = 0.0, centered: bool = False, decoupled_decay: bool = False,
+    lr_in_momentum: bool = True,
+) -> list[Array]:  # fmt: skip
+    """RMSprop as TensorFlow computes it: the average starts at one, epsilon is inside the root."""
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
         if weight_decay and decoupled_decay:
@@ -117,8 +175,8 @@ def rmsprop_tf(
     return results
 
 
-def adamp_view(p, g, step, eps, delta):
-    """The view in which the projection fires, and the step after it."""
+def adamp_view(p: Array, g: Array, step: Array, eps: float, delta: float) -> tuple[str | None, Array]:
+    """Return the view in which the step is projected, if any, and the step after the projection."""
     for kind, shape in (("channel", (p.shape[0], -1)), ("layer", (1, -1))):
         rows, grows, srows = p.reshape(shape), g.reshape(shape), step.reshape(shape)
         norm = np.sqrt((rows * rows).sum(1))
@@ -130,8 +188,10 @@ def adamp_view(p, g, step, eps, delta):
 
 
 def adamp(
-    ps, gs, memories, t, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, delta=0.1, wd_ratio=0.1, nesterov=False
-):  # fmt: skip
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, weight_decay: float = 0.0, delta: float = 0.1, wd_ratio: float = 0.1, nesterov: bool = False,
+) -> list[Array]:  # fmt: skip
+    """AdamP, from the paper; ``memory["fired"]`` says in which view the step was projected."""
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
         b1, b2 = betas
