@@ -61,6 +61,9 @@ class Scalar:
     def __gt__(self, other: Any) -> Any:
         return self.tensor > _unwrap(other)
 
+    def __repr__(self) -> str:
+        return f"Scalar({self.tensor!r})"
+
     def __bool__(self) -> bool:
         return bool(self.tensor)
 

@@ -87,6 +87,11 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
             assert same, f"{name} of parameter {index} differs"
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def copies(params: Sequence[Tensor]) -> list[Tensor]:
     """Parameters with the same values, strides and requires_grad in memory of their own."""
     return [torch.nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in params]

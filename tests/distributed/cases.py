@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
 from catalog import CATALOG
+from tests.helpers import copies, distance, gradients, parameters
 
-from ..helpers import copies, distance, gradients, parameters
 from .world import warm_up
 
 STEPS = 10

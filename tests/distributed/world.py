@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..helpers import TIMEOUT
+from tests.helpers import TIMEOUT
 
 Case = Callable[[Path], Any]
 

@@ -22,25 +22,25 @@ STEPS = 3
 def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, float]:
     """Some steps by both; ``spoil`` multiplies what the kernels get as learning rate: a mistake made on purpose."""
     ours, eager = steps.optimizer(name, SHAPES), steps.optimizer(name, SHAPES)
-    start = [param.detach().clone() for param in ours._params()]
+    start = [param.detach().clone() for param in params_of(ours)]
     generator = torch.Generator().manual_seed(1)
     batches = []
     for step in range(1, STEPS + 1):
-        for mine, theirs in zip(ours._params(), eager._params(), strict=True):
+        for mine, theirs in zip(params_of(ours), params_of(eager), strict=True):
             mine.grad = theirs.grad = torch.randn(mine.shape, generator=generator)
         eager.step()
         if not batches:
-            batches = [_bound(ours, spec, backend) for spec in steps.collect(ours, ours._params())]
+            batches = [_bound(ours, spec, backend) for spec in steps.collect(ours, params_of(ours))]
         for spec, calls, scalars in batches:
             values = ours.scalars(spec.group, step)
             spoiled = {key: value * (spoil if key in ("lr", "step_size") else 1) for key, value in values.items()}
             scalars.copy_(torch.tensor(list(spoiled.values())))
             for places, call in calls:
                 call([spec.entries[i].param.grad.view(spec.shapes()[i]) for i in places])
-    pairs = list(zip(ours._params(), eager._params(), strict=True))
+    pairs = list(zip(params_of(ours), params_of(eager), strict=True))
     return {
         "apart": max(float((mine - theirs).abs().max()) for mine, theirs in pairs),
-        "moved": min(float((mine - old).abs().max()) for mine, old in zip(ours._params(), start, strict=True)),
+        "moved": min(float((mine - old).abs().max()) for mine, old in zip(params_of(ours), start, strict=True)),
     }
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 import compiled_optim as co
+from tests.helpers import params_of
 from compiled_optim import backends, collect
 from compiled_optim.backends import npu
 from tests import npu_device
@@ -50,7 +51,7 @@ def executed(recording: Recording) -> dict[str, Any]:
             with mock.patch.object(collect.Split, "of", return_value=split):
                 ours = stepped(name, "npu", True, dtype, **options)
             eager = stepped(name, "cpu", False, dtype, **options)
-            pairs = list(zip(ours._params(), eager._params(), strict=True))
+            pairs = list(zip(params_of(ours), params_of(eager), strict=True))
             report = ours.explain()
             found[f"{case} {str(dtype).removeprefix('torch.')}"] = dict(
                 operations=recording.operations(),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import compiled_optim as co
+from tests.helpers import params_of
 from catalog import CATALOG
 from compiled_optim.backends import Backend, Signature
 from compiled_optim.collect import collect
@@ -39,7 +40,7 @@ class OnlyProcess:
 def signatures(optimizer: co.Optimizer, backend: Backend, device: str, split: bool = False) -> list[Signature]:
     """What a step of this optimizer has compiled where its parameters are on another device, and maybe split."""
     found = []
-    for spec in collect(optimizer, optimizer._params()):
+    for spec in collect(optimizer, params_of(optimizer)):
         spec.split = OnlyProcess() if split else None  # type: ignore[assignment]
         kinds = spec.kinds(optimizer.clips_any())
         for lane, _ in backend.cut(spec.shapes()):

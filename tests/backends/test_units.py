@@ -1,0 +1,280 @@
+"""No wrong unit is ever run: with Dynamo's guards out of the way, signatures must cover all that a graph assumes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import compiled_optim as co
+from compiled_optim.backends import Lane, Signature, cpu, inductor
+from compiled_optim.backends import get as get_backend
+from compiled_optim.errors import BackendUnavailableError
+from compiled_optim.program import SquaredNormProgram, UpdateProgram
+from tests.helpers import assert_close, copies, distance
+
+
+def zoo(seed):
+    """One parameter of every kind that could be mistaken for another."""
+    torch.manual_seed(seed)
+    return {
+        "float32": torch.randn(6, 4),
+        "float64": torch.randn(6, 4, dtype=torch.float64),
+        "bfloat16": torch.randn(6, 4).bfloat16(),
+        "float16": torch.randn(6, 4).half(),
+        "channels_last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "0-dim": torch.randn(()) + 30,
+        "1-element": torch.randn(1) + 30,
+        "0-element": torch.randn(0, 4),
+        "non-contiguous": torch.randn(6, 8)[:, ::2],
+        "transposed": torch.randn(4, 6).t(),
+        "expanded gradient": torch.randn(5, 4),
+        "complex": torch.randn(3, 2, dtype=torch.complex64),
+        "large": torch.randn(200, 200),
+        "large float64": torch.randn(200, 200, dtype=torch.float64),
+    }
+
+
+def fresh_gradients(params):
+    for kind, param in params.items():
+        param.grad = (
+            torch.randn(4, dtype=param.dtype).expand(5, 4) if kind == "expanded gradient" else torch.randn_like(param)
+        )
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+OPTIONS = {
+    "SGD": [dict(lr=0.1), dict(lr=0.1, momentum=0.9), dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)],
+    "AdamW": [dict(lr=0.01, eps=1e-4), dict(lr=0.01, eps=1e-4, amsgrad=True), dict(lr=0.01, eps=1e-4, maximize=True)],
+}
+
+
+@pytest.mark.parametrize("order", ["as listed", "reversed"])
+def test_a_mixed_optimizer_and_several_in_one_process(order):
+    """All kinds in each optimizer, all optimizers interleaved step by step, against torch."""
+    runs = []
+    for name, option_list in OPTIONS.items():
+        for options in option_list:
+            params = {kind: torch.nn.Parameter(value) for kind, value in zoo(0).items()}
+            if order == "reversed":
+                params = dict(reversed(params.items()))
+            # torch rounds low precision at every operation: there, its float64 run is the reference
+            twins = dict(zip(params, copies(list(params.values())), strict=True))
+            for kind in ("bfloat16", "float16"):
+                twins[kind] = torch.nn.Parameter(params[kind].detach().double())
+            ours = getattr(co, name)(list(params.values()), **options)
+            theirs = getattr(torch.optim, name)(list(twins.values()), **options, foreach=False)
+            runs.append((params, twins, ours, theirs))
+    for _ in range(3):
+        for params, twins, ours, theirs in runs:
+            fresh_gradients(params)
+            for kind, twin in twins.items():
+                twin.grad = params[kind].grad.clone().to(twin.dtype)
+            ours.step()
+            theirs.step()
+            for kind, param in params.items():
+                assert distance(param, twins[kind]) <= TOLERANCE.get(param.dtype, 2e-6), (kind, type(ours).__name__)
+
+
+def test_signatures_differ_in_everything_a_graph_assumes():
+    def program(**changes):
+        fields = dict(
+            name="x", update=co.SGD.update, states=("m",), scalars=("lr",), options=(("a", True),), scaled=False
+        )
+        return UpdateProgram(**{**fields, **changes})
+
+    base = dict(
+        program=program(),
+        device="cpu",
+        rank=1,
+        dtypes=(torch.float32,) * 3,
+        shared=((torch.float32, (1,)),),
+        lane=cpu.SERIAL,
+    )
+    variants = [
+        {},
+        {"program": program(update=co.Adam.update)},
+        {"program": program(states=("v",))},
+        {"program": program(scalars=("lr", "wd"))},
+        {"program": program(options=(("a", False),))},
+        {"program": program(scaled=True)},
+        {"program": SquaredNormProgram(torch.float32)},
+        {"device": "cuda"},
+        {"rank": 2},
+        {"dtypes": (torch.float32, torch.bfloat16, torch.float32)},
+        {"dtypes": (torch.float32,) * 4},
+        {"shared": ((torch.float64, (1,)),)},
+        {"shared": ((torch.float32, (2,)),)},
+        {"lane": cpu.PARALLEL},
+        {"lane": Lane("serial", 2)},
+    ]
+    signatures = [Signature(**{**base, **variant}) for variant in variants]
+    for a, b in itertools.combinations(signatures, 2):
+        assert a != b
+    assert Signature(**{**base, "program": program(name="y")}) == signatures[0], "a name changes no graph"
+
+
+@pytest.mark.parametrize("lane", [cpu.SERIAL, cpu.PARALLEL], ids=lambda lane: lane.kind)
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1000, 40000])
+def test_one_unit_takes_every_length_and_an_incomplete_set_of_lanes(lane, size):
+    scalars = torch.tensor([0.1, 0.9, 0.7, 0.01])
+    program = UpdateProgram(
+        "SGD",
+        co.SGD.update,
+        states=("momentum_buffer",),
+        scalars=("lr", "momentum", "gain", "weight_decay"),
+        options=(("decays", True), ("nesterov", True)),
+        scaled=False,
+    )
+    unit = get_backend("cpu").unit(Signature(program, "cpu", 1, (torch.float32,) * 3, ((torch.float32, (4,)),), lane))
+    for lanes in range(1, lane.width + 1):
+        torch.manual_seed(size)
+        lists = [[torch.randn(max(size - i, 0)) for i in range(lanes)] for _ in range(3)]
+        expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        unit.bind([tuple(tensor.shape) for tensor in lists[0]], lists[1:], [scalars])(lists[0])
+        program(expected, [scalars])
+        for actual, reference in zip(lists, expected, strict=True):
+            assert_close(actual, reference, 1e-6)
+
+
+def test_units_are_made_once_and_shared(monkeypatch):
+    backend = cpu.CpuBackend()
+    compiled = []
+    monkeypatch.setattr(cpu, "capture", lambda signature, *rest: compiled.append(signature) or inductor.Graph(list, []))
+    optimizers = [co.AdamW([torch.nn.Parameter(torch.ones(n))], backend=backend) for n in (3, 4)]
+    optimizers.append(co.Adam([torch.nn.Parameter(torch.ones(5))], decoupled_weight_decay=True, backend=backend))
+    for optimizer in optimizers:
+        optimizer.warmup()
+        optimizer.warmup()
+    assert len(compiled) == 1
+
+
+def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
+    """As another version of torch might bring: found out before any parameter is touched."""
+    monkeypatch.setattr(inductor.store, "load", lambda *args: None)
+    original = inductor._compile
+
+    def tampered(*args):
+        graph = original(*args)
+        places = [place for place, (i, _) in enumerate(graph.inputs) if i >= 0]
+        graph.inputs[places[0]], graph.inputs[places[-1]] = graph.inputs[places[-1]], graph.inputs[places[0]]
+        return graph
+
+    monkeypatch.setattr(inductor, "_compile", tampered)
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = co.AdamW([param], backend=cpu.CpuBackend())
+    param.grad = torch.ones(3)
+    with pytest.raises(BackendUnavailableError, match="does not compute what its eager form does"):
+        optimizer.step()
+    assert param.tolist() == [1.0] * 3
+    assert not optimizer.state
+
+
+def test_cutting():
+    cut = get_backend("cpu").cut
+    large, small = (cpu.LARGE,), (10,)
+    assert cut([]) == []
+    assert cut([(0,), (3, 0)]) == []
+    assert cut([small] * 5) == [(cpu.SERIAL, [0, 1, 2, 3]), (cpu.SERIAL, [4])]
+    assert cut([small, large, small, large, large]) == [
+        (cpu.PARALLEL, [1]),
+        (cpu.PARALLEL, [3]),
+        (cpu.PARALLEL, [4]),
+        (cpu.SERIAL, [0, 2]),
+    ]
+
+
+@pytest.mark.parametrize(("rule", "rank"), [(co.Lamb, 1), (co.AdamP, 2)])
+def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
+    """Parameter, gradient and two moments once, then all but the gradient; nothing of their size in between."""
+    monkeypatch.setattr(inductor.store, "load", lambda *args: None)
+    optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
+    group = optimizer.param_groups[0]
+    program = UpdateProgram(
+        rule.__name__,
+        rule.update,
+        tuple(optimizer.initial_state(group)),
+        tuple(optimizer.scalars(group, 1)),
+        tuple(optimizer.options(group).items()),
+        scaled=False,
+    )
+    shared = ((torch.float32, (len(program.scalars),)),)
+    signature = Signature(program, "cpu", rank, (torch.float32,) * 4, shared, cpu.PARALLEL)
+    _, (code,) = run_and_get_code(cpu.CpuBackend().compile, signature)
+    assert code.count("Vectorized<float>::loadu") == 2 * (4 + 3)  # in the loop and in its remainder
+    assert not re.search(r"empty_strided_cpu\(\(" + ", ".join([r"u\d+"] * rank) + r",? ?\)", code)
+
+
+TASKS = Path("/proc/self/task")
+
+
+def working_threads(run):
+    """Return how many threads of this process did a fair share of the work of ``run``."""
+
+    def nanoseconds():
+        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in TASKS.iterdir()}
+
+    time.sleep(0.5)  # threads without work spin for a while before they sleep
+    before = nanoseconds()
+    run()
+    used = [spent - before.get(thread, 0) for thread, spent in nanoseconds().items()]
+    return sum(spent > max(used) / 10 for spent in used)
+
+
+@pytest.mark.skipif(not (TASKS / str(os.getpid()) / "schedstat").exists(), reason="needs Linux's times of threads")
+def test_a_step_runs_on_as_many_threads_as_torch_is_set_to():
+    """The number of threads is read at each step, and results do not depend on it."""
+    threads = torch.get_num_threads()
+    results, working = [], []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            param = torch.nn.Parameter(torch.randn(2000, 1000))
+            optimizer = co.AdamW([param])
+            param.grad = torch.randn(2000, 1000)
+            optimizer.step()
+            working.append(working_threads(lambda optimizer=optimizer: [optimizer.step() for _ in range(20)]))
+            assert torch.get_num_threads() == count
+            results.append(param)
+    finally:
+        torch.set_num_threads(threads)
+    assert working == [1, 2, 3]
+    assert_close(results[1:], results[:1] * 2, 0)
+
+
+class Twins(co.Optimizer):
+    """Sums, and stores one value in two states, the second of which is read before."""
+
+    state_names = ("first", "second")
+    counts_steps = False
+
+    def __init__(self, params, **options):
+        super().__init__(params, {"lr": 0.1}, **options)
+
+    def scalars(self, group, step):
+        return {"lr": group["lr"]}
+
+    @staticmethod
+    def update(params, grads, *, first, second, lr):
+        for param, grad, a, b in zip(params, grads, first, second, strict=True):
+            a.mul_(0.9).add_(grad)
+            param.sub_(lr * (a / (a * a).sum().sqrt() + 1e-4 * b))
+            b.copy_(a)
+
+
+def test_a_value_stored_twice_is_stored_where_it_belongs():
+    """Stored too early, the second state would be read as it is after the step."""
+    ours, eager = ([torch.nn.Parameter(torch.zeros(40_000))] for _ in range(2))
+    for params, options in ((ours, {}), (eager, {"compile": False})):
+        optimizer = Twins(params, **options)
+        for step in range(3):
+            params[0].grad = torch.linspace(-1, 1, 40_000) * (step + 1)
+            optimizer.step()
+    torch.testing.assert_close(ours[0], eager[0], rtol=1e-6, atol=1e-9)

@@ -1,0 +1,208 @@
+"""``torch.amp.GradScaler``: gradients are unscaled inside the step, and a step with infinite ones changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import compiled_optim as co
+from catalog import CATALOG
+from compiled_optim import npu
+from tests.helpers import LARGE, SMALL, assert_close, assert_same_state, copies, gradients, parameters
+
+
+def scaled_step(scaler, optimizer, params, grads, scaled=True):
+    """What backward of a scaled loss and a step do, with these gradients."""
+    scaler.scale(torch.zeros(()))  # the scaler makes its scale when it is first used
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad * scaler.get_scale() if scaled else grad.clone()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_scaled_step_is_a_step(name, compiled):
+    """Scales are powers of two, so that unscaling is exact; another optimizer gets the gradients as they are."""
+    params = parameters([(8, 5), (7,), *LARGE])
+    twins = copies(params)
+    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
+    plain = getattr(co, name)(twins, **CATALOG[name].typical, compile=compiled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for grads in gradients(params, 5):
+        scaled_step(scaler, optimizer, params, grads)
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad
+        plain.step()
+    assert scaler.get_scale() == 2.0**12
+    assert_close(params, twins, 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if entry.fused])
+def test_the_same_as_torch_fused(name, compiled):
+    params = parameters(SMALL + LARGE)
+    twins = copies(params)
+    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
+    reference = CATALOG[name].reference(twins, **CATALOG[name].typical, fused=True)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=3e4, growth_interval=2) for _ in range(2)]
+    for step, grads in enumerate(gradients(params, 8)):
+        if step == 3:
+            grads[0][0] = float("inf")
+        scaled_step(scalers[0], optimizer, params, grads)
+        scaled_step(scalers[1], reference, twins, grads)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_close(params, twins, 2e-6)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_nothing_changes_on_an_overflow(name, bad, compiled):
+    params = parameters([(8, 5), (7,)])
+    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    steps = list(gradients(params, 3))
+    scaled_step(scaler, optimizer, params, steps[0])
+    before = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict())
+    steps[1][1][3] = bad
+    scaled_step(scaler, optimizer, params, steps[1])
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(param, old) for param, old in zip(params, before[0], strict=True))
+    assert_same_state(optimizer.state_dict(), before[1])
+    scaled_step(scaler, optimizer, params, steps[2])
+    assert all(not torch.equal(param, old) for param, old in zip(params, before[0], strict=True))
+
+
+def test_an_overflow_on_the_first_step_makes_no_state(compiled):
+    params = parameters([(4,)])
+    optimizer = co.AdamW(params, compile=compiled)
+    scaled_step(torch.amp.GradScaler("cpu", init_scale=8.0), optimizer, params, [torch.full((4,), float("inf"))])
+    assert not optimizer.state
+
+
+def test_an_overflow_on_the_first_step_makes_the_next_one_no_recompile():
+    params = parameters([(4,)])
+    optimizer = co.AdamW(params, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for grad in (torch.full((4,), float("inf")), torch.ones(4)):
+        scaled_step(scaler, optimizer, params, [grad])
+    assert optimizer.explain().recompiles == 0
+
+
+def test_a_step_that_failed_is_not_unscaled_twice(compiled):
+    """The scaler takes its marks away only after a step that went well, and multiplies by what it finds."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = co.SGD(params, lr=1.0, on_realloc="raise", compile=compiled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled_step(scaler, optimizer, params, [torch.ones(4)])
+    params[0].data = params[0].data.clone()
+    with pytest.raises(co.ReallocationError):
+        scaled_step(scaler, optimizer, params, [torch.ones(4)])
+    optimizer.on_realloc = "recompile"
+    params[0].grad = torch.full((4,), 1024.0)
+    scaler.step(optimizer)
+    assert params[0].tolist() == [-2.0] * 4
+
+
+def test_a_scale_set_by_hand(compiled):
+    """As torch's fused optimizers take it: a tensor of one element, of any shape."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = co.SGD(params, lr=1.0, compile=compiled)
+    optimizer.grad_scale = torch.tensor([4.0])
+    params[0].grad = torch.full((4,), 4.0)
+    optimizer.step()
+    assert params[0].tolist() == [-1.0] * 4
+
+
+def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled):
+    """``scaler.unscale_``, then torch's clipping: the same as torch's optimizer, also by turns with the other way."""
+    params = parameters([(8, 5), (7,)])
+    twins = copies(params)
+    optimizer, reference = co.SGD(params, lr=0.1, compile=compiled), torch.optim.SGD(twins, lr=0.1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for step, grads in enumerate(gradients(params, 4)):
+        for scaler, stepped, those in zip(scalers, (optimizer, reference), (params, twins), strict=True):
+            scaler.scale(torch.zeros(()))
+            for param, grad in zip(those, grads, strict=True):
+                param.grad = grad * 1024.0
+            if step % 2 == 0:
+                scaler.unscale_(stepped)
+                torch.nn.utils.clip_grad_norm_(those, 0.5)
+            scaler.step(stepped)
+            scaler.update()
+    assert_close(params, twins, 1e-6)
+    assert optimizer.explain().recompiles == 0
+
+
+def test_clipping_is_of_the_unscaled_gradients(compiled):
+    params = parameters([(8, 5), (7,)])
+    twins = copies(params)
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.3}]
+    optimizer = co.SGD(groups, lr=0.1, max_grad_norm=0.5, compile=compiled)
+    reference = torch.optim.SGD([{"params": twins[:1]}, {"params": twins[1:], "lr": 0.3}], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for grads in gradients(params, 3):
+        scaled_step(scaler, optimizer, params, grads)
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
+        reference.step()
+        torch.testing.assert_close(optimizer.last_grad_norm.float(), norm, rtol=1e-5, atol=0)
+        assert torch.equal(params[0].grad, grads[0] * 2.0**16)  # left as they were
+    assert_close(params, twins, 5e-6)
+
+
+def test_float16_parameters(compiled):
+    """The scaler lets fused optimizers have float16 gradients; unscaled in float32, they do not underflow."""
+    (param,) = params = [torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))]
+    optimizer = co.SGD(params, lr=2.0**20, compile=compiled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.zeros(()))
+    param.grad = torch.full((64,), 2.0**-10, dtype=torch.float16)  # unscaled 2^-26, which float16 does not have
+    scaler.step(optimizer)
+    assert param[0].item() == -(2.0**-6)
+
+
+def test_autocast_training_learns_as_with_torch(compiled):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    losses = []
+    for make in (lambda p: co.AdamW(p, lr=1e-2, compile=compiled), lambda p: torch.optim.AdamW(p, lr=1e-2)):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+        optimizer, scaler, curve = make(model.parameters()), torch.amp.GradScaler("cpu", init_scale=256.0), []
+        for _ in range(20):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (model(x).float().squeeze(1) - x.sum(1)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        losses.append(curve)
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-2, atol=0)
+
+
+class ScalerOfTorchNpu(torch.amp.GradScaler):
+    """Leaves unscaling to optimizers that can, by the keyword that torch has given up."""
+
+    def step(self, optimizer, *args, **kwargs):
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return optimizer.step(*args, **dict(kwargs, grad_scaler=self))
+        return super().step(optimizer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [co.SGD, npu.NpuFusedSGD])
+def test_the_scaler_of_torch_npu(make):
+    params = parameters([(8, 5)])
+    twins = copies(params)
+    optimizer, reference = make(params, lr=0.1, compile=False), torch.optim.SGD(twins, lr=0.1)
+    scalers = ScalerOfTorchNpu("cpu", init_scale=64.0), torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step, grads in enumerate(gradients(params, 3)):
+        if step == 1:
+            grads[0][0] = float("inf")
+        scaled_step(scalers[0], optimizer, params, grads)
+        scaled_step(scalers[1], reference, twins, grads)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
+    assert_close(params, twins, 1e-6)

@@ -1,0 +1,50 @@
+"""Random sequences of what users do to models and optimizers, against a plain model of what must hold."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import run_python
+
+from .mutations import World, play
+
+# GUARD_FUZZ=2000 for a thorough run
+SEQUENCES = int(os.environ.get("GUARD_FUZZ", "40"))
+MOVES = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=25)
+
+
+@pytest.mark.parametrize("policy", ["recompile", "raise"])
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_mutations(mode, policy):
+    @settings(max_examples=SEQUENCES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(MOVES)
+    def run(moves):
+        play(World(mode == "compiled", policy), moves)
+
+    run()
+
+
+ON_THE_DEVICE = """
+import random
+from tests import npu_device
+npu_device.install()
+from tests.guard.mutations import World, play
+
+for seed in range({sequences}):
+    choose = random.Random(seed)
+    moves = [(choose.randrange(40), choose.randrange(4)) for _ in range(choose.randrange(25))]
+    try:
+        play(World(False, choose.choice(["recompile", "raise"]), "npu"), moves)
+    except BaseException:
+        print("failed:", seed, moves)
+        raise
+print("done")
+"""
+
+
+def test_mutations_between_devices():
+    assert run_python(ON_THE_DEVICE.format(sequences=SEQUENCES)).endswith("done\n")
