@@ -73,7 +73,8 @@ def check_rule(rule: Rule, group: Group) -> None:
         remedy = "return the same names in every step; what does not apply yet can be 0.0 or 1.0"
         raise RuleError(f"{name} gives other names in the second step than in the first", where, remedy)
     states, optional, keywords = declaration(type(rule).update)
-    for key in [key for key in first if key not in optional and key not in keywords]:
+    inherited = is_ours(rule.derived)  # by a formula that may need less
+    for key in [key for key in first if key not in optional and key not in keywords and not inherited]:
         what = f"{type(rule).__name__}.update does not take {key!r}, which derived() returns"
         raise RuleError(
             what, definition(rule.update), "add it as a keyword-only argument of update, or do not return it"

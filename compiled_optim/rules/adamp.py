@@ -102,7 +102,7 @@ class AdamP(Optimizer):
         sums = all_reduce(*map(Tensors, zip(*(rows.layer_sums() for rows in channels), strict=True)), misses)
         for weight, step, rows, *layer, size, missed in zip(p, u, channels, *sums, strict=True):
             along, fires = projection(rows, missed == 0, RowSums._make([*layer, size.sqrt()]), delta, eps, weight.dtype)
-            one = torch.ones((), dtype=weight.dtype, device=weight.device)
+            one = torch.ones_like(missed).to(weight.dtype)
             ratio = torch.where(fires, wd_ratio, one)  # type: ignore[arg-type]
             shrink = 1 - decay * ratio
             weight.copy_(weight * shrink - step_size * (step - weight * along))

@@ -7,7 +7,7 @@ import torch
 
 import compiled_optim as co
 from compiled_optim import backends
-from compiled_optim.backends.decompositions import foreach_decompositions
+from compiled_optim.backends.decompositions import foreach_decompositions, missing_foreach_decompositions
 from tests.helpers import run_python
 
 
@@ -102,11 +102,18 @@ def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
-def test_a_disabled_compiler_is_an_error_not_a_silent_eager_run(variable, tmp_path):
-    """Where there is something to compile, that is: a unit found on disk is compiled code and needs no compiler."""
-    code = NO_COMPILER.replace("co.AdamW(params)\n", "co.AdamW(params).warmup()\n", 1)
-    message = run_python(code, **{variable: "1"}, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    assert "torch.compile did not compile" in message
+def test_switches_of_dynamo_do_not_make_a_step_eager(variable, tmp_path):
+    """Rules are traced without Dynamo."""
+    code = """
+import torch, compiled_optim as co
+weight = torch.nn.Parameter(torch.ones(2))
+weight.grad = torch.ones(2)
+opt = co.SGD([weight], lr=0.5)
+opt.step()
+print(weight.tolist(), opt.explain().mode, opt.explain().graphs)
+"""
+    printed = run_python(code, **{variable: "1"}, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert printed.strip() == "[0.5, 0.5] compiled 1"
 
 
 @pytest.mark.parametrize(("value", "mode"), [("1", "eager"), ("0", "compiled"), ("", "compiled")])
@@ -124,8 +131,8 @@ TWO_LISTS = ("add", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul"
 
 @pytest.mark.parametrize("name", [*ONE_LIST, *TWO_LISTS])
 def test_list_operations_taken_apart_compute_the_same(name):
-    """For compilers that convert none of them."""
-    decompositions = foreach_decompositions(lambda operation: False)
+    """For compilers that convert none of them, and in place for tracing."""
+    decompositions = missing_foreach_decompositions(lambda operation: False)
     tensors = [torch.tensor([0.5, 2.0, 3.0]), torch.tensor([4.0])]
     others = {"List": [tensors[::-1]], "Scalar": [1.5], "ScalarList": [[1.5, 2.5]], "Tensor": [torch.tensor(1.5)]}
     packet = getattr(torch.ops.aten, f"_foreach_{name}")
@@ -140,3 +147,9 @@ def test_list_operations_taken_apart_compute_the_same(name):
             strict=True,
         ):
             assert torch.equal(a, b), overload
+        in_place = getattr(getattr(torch.ops.aten, f"_foreach_{name}_"), overload)
+        expected, found = ([tensor.clone() for tensor in tensors] for _ in range(2))
+        operands = [tensors] if overload == "List" else overloads[overload]  # in place nothing is broadcast
+        in_place(expected, *operands)
+        foreach_decompositions()[in_place](found, *operands)
+        assert all(map(torch.equal, found, expected)), overload

@@ -13,10 +13,11 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
-from compiled_optim.backends import Lane, Signature, cpu, inductor
+from compiled_optim.backends import ArgumentSpec, BoundArguments, Lane, Scalars, Signature, cpu, inductor
 from compiled_optim.backends import get as get_backend
 from compiled_optim.errors import BackendUnavailableError
-from compiled_optim.program import SquaredNormProgram, UpdateProgram
+from compiled_optim.program import Arguments, Phase, SquaredNormProgram, UpdateProgram
+from compiled_optim.storage import Direct, Rounded
 from tests.helpers import assert_close, copies, distance
 
 
@@ -85,7 +86,7 @@ def test_a_mixed_optimizer_and_several_in_one_process(order):
 def test_signatures_differ_in_everything_a_graph_assumes():
     def program(**changes):
         fields = dict(
-            name="x", update=co.SGD.update, states=("m",), scalars=("lr",), options=(("a", True),), scaled=False
+            name="x", update=co.SGD.update, states=("m",), scalars=("lr",), flags=(("a", True),), scaled=False
         )
         return UpdateProgram(**{**fields, **changes})
 
@@ -94,7 +95,7 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         device="cpu",
         rank=1,
         dtypes=(torch.float32,) * 3,
-        shared=((torch.float32, (1,)),),
+        arguments=(ArgumentSpec("scalars", torch.float32, (2,)),),
         lane=cpu.SERIAL,
     )
     variants = [
@@ -102,15 +103,19 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         {"program": program(update=co.Adam.update)},
         {"program": program(states=("v",))},
         {"program": program(scalars=("lr", "wd"))},
-        {"program": program(options=(("a", False),))},
+        {"program": program(flags=(("a", False),))},
+        {"program": program(dtype=torch.float64)},
+        {"program": program(storages=(Direct(), Rounded()))},
+        {"program": program(phase=Phase.MEASURE)},
         {"program": program(scaled=True)},
         {"program": SquaredNormProgram(torch.float32)},
         {"device": "cuda"},
         {"rank": 2},
         {"dtypes": (torch.float32, torch.bfloat16, torch.float32)},
         {"dtypes": (torch.float32,) * 4},
-        {"shared": ((torch.float64, (1,)),)},
-        {"shared": ((torch.float32, (2,)),)},
+        {"arguments": (ArgumentSpec("scalars", torch.float64, (2,)),)},
+        {"arguments": (ArgumentSpec("scalars", torch.float32, (4,)),)},
+        {"arguments": (ArgumentSpec("grad_scale", torch.float32, (2,)),)},
         {"lane": cpu.PARALLEL},
         {"lane": Lane("serial", 2)},
     ]
@@ -123,22 +128,25 @@ def test_signatures_differ_in_everything_a_graph_assumes():
 @pytest.mark.parametrize("lane", [cpu.SERIAL, cpu.PARALLEL], ids=lambda lane: lane.kind)
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1000, 40000])
 def test_one_unit_takes_every_length_and_an_incomplete_set_of_lanes(lane, size):
-    scalars = torch.tensor([0.1, 0.9, 0.7, 0.01])
+    scalars = Scalars(4, torch.float32)
+    scalars.fill([0.1, 0.9, 0.7, 0.01])
+    arguments = BoundArguments(scalars)
     program = UpdateProgram(
         "SGD",
         co.SGD.update,
         states=("momentum_buffer",),
         scalars=("lr", "momentum", "gain", "weight_decay"),
-        options=(("decays", True), ("nesterov", True)),
+        flags=(("has_weight_decay", True), ("nesterov", True)),
         scaled=False,
     )
-    unit = get_backend("cpu").unit(Signature(program, "cpu", 1, (torch.float32,) * 3, ((torch.float32, (4,)),), lane))
+    specs = (ArgumentSpec("scalars", torch.float32, (8,)),)
+    unit = get_backend("cpu").get_unit(Signature(program, "cpu", 1, (torch.float32,) * 3, specs, lane))
     for lanes in range(1, lane.width + 1):
         torch.manual_seed(size)
         lists = [[torch.randn(max(size - i, 0)) for i in range(lanes)] for _ in range(3)]
         expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
-        unit.bind([tuple(tensor.shape) for tensor in lists[0]], lists[1:], [scalars])(lists[0])
-        program(expected, [scalars])
+        unit.bind([tuple(tensor.shape) for tensor in lists[0]], lists[1:], arguments)(lists[0])
+        program(expected, Arguments(scalars.values))
         for actual, reference in zip(lists, expected, strict=True):
             assert_close(actual, reference, 1e-6)
 
@@ -146,7 +154,8 @@ def test_one_unit_takes_every_length_and_an_incomplete_set_of_lanes(lane, size):
 def test_units_are_made_once_and_shared(monkeypatch):
     backend = cpu.CpuBackend()
     compiled = []
-    monkeypatch.setattr(cpu, "capture", lambda signature, *rest: compiled.append(signature) or inductor.Graph(list, []))
+    graph = inductor.Graph(list, [])
+    monkeypatch.setattr(cpu, "compile_any_size", lambda signature, *rest: compiled.append(signature) or graph)
     optimizers = [co.AdamW([torch.nn.Parameter(torch.ones(n))], backend=backend) for n in (3, 4)]
     optimizers.append(co.Adam([torch.nn.Parameter(torch.ones(5))], decoupled_weight_decay=True, backend=backend))
     for optimizer in optimizers:
@@ -157,16 +166,16 @@ def test_units_are_made_once_and_shared(monkeypatch):
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
     """As another version of torch might bring: found out before any parameter is touched."""
-    monkeypatch.setattr(inductor.store, "load", lambda *args: None)
-    original = inductor._compile
+    monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
+    original = inductor.trace
 
-    def tampered(*args):
-        graph = original(*args)
-        places = [place for place, (i, _) in enumerate(graph.inputs) if i >= 0]
+    def tampered(*args, **kwargs):
+        graph = original(*args, **kwargs)
+        places = [place for place, (source, _) in enumerate(graph.inputs) if isinstance(source, int)]
         graph.inputs[places[0]], graph.inputs[places[-1]] = graph.inputs[places[-1]], graph.inputs[places[0]]
         return graph
 
-    monkeypatch.setattr(inductor, "_compile", tampered)
+    monkeypatch.setattr(inductor, "trace", tampered)
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = co.AdamW([param], backend=cpu.CpuBackend())
     param.grad = torch.ones(3)
@@ -193,19 +202,11 @@ def test_cutting():
 @pytest.mark.parametrize(("rule", "rank"), [(co.Lamb, 1), (co.AdamP, 2)])
 def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
     """Parameter, gradient and two moments once, then all but the gradient; nothing of their size in between."""
-    monkeypatch.setattr(inductor.store, "load", lambda *args: None)
+    monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
     optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
-    group = optimizer.param_groups[0]
-    program = UpdateProgram(
-        rule.__name__,
-        rule.update,
-        tuple(optimizer.initial_state(group)),
-        tuple(optimizer.scalars(group, 1)),
-        tuple(optimizer.options(group).items()),
-        scaled=False,
-    )
-    shared = ((torch.float32, (len(program.scalars),)),)
-    signature = Signature(program, "cpu", rank, (torch.float32,) * 4, shared, cpu.PARALLEL)
+    program = optimizer.program(optimizer.param_groups[0])
+    specs = (ArgumentSpec("scalars", torch.float32, (2 * len(program.scalars),)),)
+    signature = Signature(program, "cpu", rank, (torch.float32,) * 4, specs, cpu.PARALLEL)
     _, (code,) = run_and_get_code(cpu.CpuBackend().compile, signature)
     assert code.count("Vectorized<float>::loadu") == 2 * (4 + 3)  # in the loop and in its remainder
     assert not re.search(r"empty_strided_cpu\(\(" + ", ".join([r"u\d+"] * rank) + r",? ?\)", code)
@@ -252,17 +253,13 @@ def test_a_step_runs_on_as_many_threads_as_torch_is_set_to():
 class Twins(co.Optimizer):
     """Sums, and stores one value in two states, the second of which is read before."""
 
-    state_names = ("first", "second")
     counts_steps = False
 
     def __init__(self, params, **options):
         super().__init__(params, {"lr": 0.1}, **options)
 
-    def scalars(self, group, step):
-        return {"lr": group["lr"]}
-
     @staticmethod
-    def update(params, grads, *, first, second, lr):
+    def update(params, grads, first, second, *, lr):
         for param, grad, a, b in zip(params, grads, first, second, strict=True):
             a.mul_(0.9).add_(grad)
             param.sub_(lr * (a / (a * a).sum().sqrt() + 1e-4 * b))

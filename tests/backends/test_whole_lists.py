@@ -47,7 +47,7 @@ def test_scalars_are_arguments_in_host_memory(recording):
     """A GPU gets them with the launch; one tensor of them all would have to be copied there."""
     train(lambda p: co.AdamW(p, max_grad_norm=1.0), parameters([(4, 3), (5,)]), steps=2)
     inputs = [[node for node in graph.graph.nodes if node.op == "placeholder"] for graph in recording.graphs]
-    shapes = [tuple(node.meta["example_value"].shape) for node in max(inputs, key=len)]
+    shapes = [tuple(node.meta["val"].shape) for node in max(inputs, key=len)]
     assert shapes.count(()) == 9, "eight scalars and the gradients' scale"
     assert (9,) not in shapes
 
@@ -56,7 +56,7 @@ def test_lists_are_cut_by_shape_and_equal_stretches_share_a_unit(recording, monk
     monkeypatch.setattr(RecordingBackend, "limit", 2)
     params = parameters([(4,), (3, 2), (4,), (3, 2), (4,), (0,), (4,), (5,)])
     optimizer = train(lambda p: co.SGD(p, lr=0.1), params, steps=1)
-    calls = optimizer._plan.batches[0].calls
+    (calls,) = optimizer._stepper._plan.calls().values()
     assert [[p.numel() for p in call.pick(params)] for call in calls] == [[4, 4], [4, 4], [5, 6], [6]]
     assert calls[0].unit is calls[1].unit
     assert len(recording.graphs) == 3
@@ -79,7 +79,7 @@ def test_a_graph_that_computes_something_else_is_refused():
 
 def test_large_lists_are_not_verified(monkeypatch):
     """To verify a graph takes copies of its tensors, for which there may be no memory."""
-    monkeypatch.setattr(whole_lists, "VERIFIED", 10)
+    monkeypatch.setattr(whole_lists, "MAX_VERIFIED_ELEMENTS", 10)
     with pytest.raises(co.BackendUnavailableError, match="does not compute what its eager form does"):
         train(lambda p: co.SGD(p, lr=0.1, backend=Wrong()), parameters([(4,), (6,)]), steps=1)
     params = parameters([(4,), (7,)])

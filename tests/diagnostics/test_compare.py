@@ -27,8 +27,8 @@ class Wrong(EagerBackend):
         unit = super().compile(signature)
 
         class WrongUnit(type(unit)):
-            def bind(self, shapes, lists, shared):
-                call = unit.bind(shapes, lists, shared)
+            def bind(self, shapes, lists, arguments):
+                call = unit.bind(shapes, lists, arguments)
 
                 def wrong(grads):
                     call(grads)
@@ -165,6 +165,6 @@ def test_eager_steps_can_be_stepped_through(rule):
     lines = [line for line, _ in debugger.lines]
     assert len(set(lines)) >= 4, "line by line"
     _, seen = debugger.lines[0]
-    assert [tuple(param.shape) for param in seen["params"]] == [(3,), (4,)]
-    assert seen["params"][0].data_ptr() == params[0].data_ptr(), "the parameter itself, not a copy"
-    assert torch.equal(seen["grads"][0], torch.ones(3))
+    assert [tuple(param.shape) for param in seen["p"]] == [(3,), (4,)]
+    assert seen["p"][0].data_ptr() == params[0].data_ptr(), "the parameter itself, not a copy"
+    assert torch.equal(seen["g"][0], torch.ones(3))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import compiled_optim as co
-from compiled_optim.account import novelty
-from compiled_optim.collect import collect
-from tests.helpers import params_of, SMALL, parameters, run_python, train
+from compiled_optim.backends import for_device
+from compiled_optim.diagnostics.units import recompile_reason
+from compiled_optim.engine.buckets import make_buckets
+from tests.helpers import SMALL, parameters, run_python, train
 
 
 def fresh_rule():
@@ -16,8 +17,8 @@ def fresh_rule():
 
     class Fresh(co.SGD):
         @staticmethod
-        def update(params, grads, *, lr, **rest):
-            torch._foreach_sub_(params, torch._foreach_mul(grads, lr))
+        def update(p, g, *, lr):
+            p -= lr * g
 
     return Fresh
 
@@ -99,11 +100,13 @@ def test_where_units_came_from_and_why_they_were_recompiled():
     assert "dtype changed from torch.float32 to torch.float64" in str(explanation)
 
 
-def signature_of(kind="signature", shapes=((3,),), dtype=torch.float32, **options):
-    optimizer = co.Adam(parameters(shapes, dtype), **{"weight_decay": 0.1, **options})
-    (spec,) = collect(optimizer, params_of(optimizer))
-    ((lane, _),) = spec.cut()
-    return getattr(spec, kind)(lane)
+def signature_of(batch="update", shapes=((3,),), dtype=torch.float32, **options):
+    params = parameters(shapes, dtype)
+    optimizer = co.Adam(params, **{"weight_decay": 0.1, **options})
+    cpu = for_device("cpu")
+    (bucket,) = make_buckets(optimizer, optimizer.param_groups, {}, params, ["weight"], lambda device: cpu)
+    ((signature, _),) = getattr(bucket, batch).calls
+    return signature
 
 
 @pytest.mark.parametrize(
@@ -112,15 +115,19 @@ def signature_of(kind="signature", shapes=((3,),), dtype=torch.float32, **option
         ({"dtype": torch.bfloat16}, "dtypes float32 → bfloat16"),
         ({"shapes": ((300, 300),)}, "lane serial×4 → parallel×1"),
         ({"amsgrad": True}, "states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"),
-        ({"weight_decay": 0}, "options decoupled=False, coupled=True → decoupled=False, coupled=False"),
+        (
+            {"weight_decay": 0},
+            "flags decoupled_weight_decay=False, coupled_weight_decay=True → "
+            "decoupled_weight_decay=False, coupled_weight_decay=False",
+        ),
         ({"max_grad_norm": 1.0}, "scaled False → True"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_reasons(other, reason):
-    assert novelty(signature_of(**other), [signature_of()]) == reason
+    assert recompile_reason(signature_of(**other), [signature_of()]) == reason
     # a unit of another kind, known too, does not hide it
-    assert novelty(signature_of(**other), [signature_of("norm_signature"), signature_of()]) == reason
+    assert recompile_reason(signature_of(**other), [signature_of("norm"), signature_of()]) == reason
 
 
 def test_advice():

@@ -215,9 +215,6 @@ class Whitened(co.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "maximize": False}, compile=False)
 
-    def scalars(self, group: dict[str, Any], step: int) -> dict[str, float]:
-        return {"lr": group["lr"]}
-
     @staticmethod
     def update(params: Any, grads: Any, *, lr: Tensor) -> None:
         for param, grad in zip(params, grads, strict=True):
@@ -247,7 +244,7 @@ class Normalised(Whitened):
 
 
 def rows(folder: Path) -> list[float]:
-    """A rule by rows needs no total where shards are of whole rows."""
+    """A rule by rows needs no all_reduce where shards are of whole rows."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     param = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.arange(1.0, 9.0).view(4, 2), mesh, [Shard(0)])
@@ -287,8 +284,8 @@ def refusals(folder: Path) -> dict[str, str]:
     attempts = {
         "rows cut": lambda: co.AdamP([("weight", param(Shard(1)))]),
         "partial": lambda: co.AdamW([("weight", param(Partial()))]),
-        "no total": lambda: Whitened([("weight", param(Shard(0)))]),
-        "no total, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),
+        "no all_reduce": lambda: Whitened([("weight", param(Shard(0)))]),
+        "no all_reduce, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),
         "state not split": mixed,
         "state split otherwise": placed_otherwise,
     }
@@ -325,10 +322,10 @@ def watched(folder: Path) -> dict[str, Any]:
     for step in range(3):
         loss = made(torch.ones(4, 1, 4, 4)).square().mean()
         optimizer.zero_grad()  # while the root's parameters are whole
-        plan = optimizer._plan
+        plan = optimizer._stepper._plan
         loss.backward()
         optimizer.step()
-        same_plan.append(step == 0 or optimizer._plan is plan)
+        same_plan.append(step == 0 or optimizer._stepper._plan is plan)
     quiet = optimizer.explain().events
     param = next(made.parameters())
     before = copy.deepcopy(optimizer.state[param])

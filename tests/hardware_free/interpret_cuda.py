@@ -10,10 +10,12 @@ import sys
 
 import torch
 
+from compiled_optim.backends import BoundArguments, Scalars
 from compiled_optim.backends.cuda import CudaBackend
 from compiled_optim.backends.whole_lists import ListUnit
 from tests.hardware_free import steps, triton_math
 from tests.hardware_free.gpuless_cuda import gpuless_cuda
+from tests.helpers import params_of
 
 SHAPES = [(24, 40), (130, 33), (7, 5, 3), (1, 1), (40,), (33,), (1,), (3000,)]
 STEPS = 3
@@ -30,13 +32,12 @@ def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, 
             mine.grad = theirs.grad = torch.randn(mine.shape, generator=generator)
         eager.step()
         if not batches:
-            batches = [_bound(ours, spec, backend) for spec in steps.collect(ours, params_of(ours))]
-        for spec, calls, scalars in batches:
-            values = ours.scalars(spec.group, step)
-            spoiled = {key: value * (spoil if key in ("lr", "step_size") else 1) for key, value in values.items()}
-            scalars.copy_(torch.tensor(list(spoiled.values())))
-            for places, call in calls:
-                call([spec.entries[i].param.grad.view(spec.shapes()[i]) for i in places])
+            batches = [_bound(bucket, backend) for bucket in steps.buckets(ours, backend)]
+        for bucket, calls, scalars in batches:
+            values = ours.row(bucket.group, step).scalars
+            scalars.fill([value * (spoil if key in ("lr", "step_size") else 1) for key, value in values.items()])
+            for indices, call in calls:
+                call([bucket.entries[i].param.grad.view(bucket.shapes[i]) for i in indices])
     pairs = list(zip(params_of(ours), params_of(eager), strict=True))
     return {
         "apart": max(float((mine - theirs).abs().max()) for mine, theirs in pairs),
@@ -44,18 +45,19 @@ def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, 
     }
 
 
-def _bound(optimizer, spec, backend):
-    """A batch's calls over CPU memory, of units compiled for a GPU."""
-    scalars = torch.zeros(len(spec.program.scalars))
-    shapes = spec.shapes()
-    params = [entry.param.detach().view(shape) for entry, shape in zip(spec.entries, shapes, strict=True)]
-    states = [[torch.zeros_like(param) for param in params] for _ in spec.program.states]
+def _bound(bucket, backend):
+    """Return the calls of an update over CPU memory, of units compiled for a GPU."""
+    scalars = Scalars(len(bucket.program.scalars), torch.float32)
+    shapes = bucket.shapes
+    params = [entry.param.detach().view(shape) for entry, shape in zip(bucket.entries, shapes, strict=True)]
+    states = [[torch.zeros_like(param) for param in params] for _ in bucket.program.states]
     calls = []
-    for lane, places in backend.cut(shapes):
-        unit = ListUnit(backend.graph(steps.elsewhere(spec.signature(lane), "cuda:0")))
-        lists = [[tensors[i] for i in places] for tensors in (params, *states)]
-        calls.append((places, unit.bind([shapes[i] for i in places], lists, [scalars])))
-    return spec, calls, scalars
+    bucket.update.device = "cuda:0"
+    for signature, indices in bucket.update.calls:
+        unit = ListUnit(backend.graph(signature))
+        lists = [[tensors[i] for i in indices] for tensors in (params, *states)]
+        calls.append((indices, unit.bind([shapes[i] for i in indices], lists, BoundArguments(scalars))))
+    return bucket, calls, scalars
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_optim as co
 from compiled_optim.backends import Signature
 from compiled_optim.backends.cuda import CudaBackend
-from compiled_optim.clip import Scaling
+from compiled_optim.engine.clipping import GradScaling
+from compiled_optim.engine.plan import clips_any
 from tests.hardware_free import steps
 from tests.hardware_free.gpuless_cuda import Recording, gpuless_cuda
 
@@ -25,14 +26,16 @@ from tests.hardware_free.gpuless_cuda import Recording, gpuless_cuda
 def launch(backend: CudaBackend, signature: Signature) -> None:
     """Compile a unit and call it with fake tensors: its launches are recorded."""
     graph = backend.graph(signature)
-    scalars = [SimpleNamespace(item=lambda: 1.0)] * (signature.shared[0][1][0] if signature.shared else 0)
+    # their values would be arguments of the launch
+    arguments = {"scalars": [SimpleNamespace(item=lambda: 1.0)] * 100}
     with FakeTensorMode():
         lists = [
             [torch.empty(shape, dtype=dtype, device="cuda") for shape in signature.lane.shapes]
             for dtype in signature.dtypes
         ]
-        others = [torch.empty(shape, dtype=dtype, device="cuda") for dtype, shape in signature.shared[1:]]
-        graph.run(graph.arguments((), lists, [*scalars, *others]))
+        for name, dtype, shape in signature.arguments:
+            arguments.setdefault(name, torch.empty(shape, dtype=dtype, device="cuda"))
+        graph.run(graph.order_inputs((), lists, arguments))
 
 
 class EagerOperations(TorchDispatchMode):
@@ -58,12 +61,12 @@ class EagerOperations(TorchDispatchMode):
 def clipping(optimizer: co.Optimizer) -> EagerOperations:
     """What the clipping phase does between the unit that measures and the unit that updates."""
     with FakeTensorMode():
-        scale, square = torch.empty((), device="cuda"), torch.empty((), device="cuda")
-        spec = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,), split=None)
-        phase = Scaling(optimizer, [])
-        phase.calls = [[lambda grads: square]]
+        scale, square = torch.empty((), device="cuda"), torch.empty((1,), device="cuda")
+        bucket = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,), shards=None)
+        phase = GradScaling(optimizer, [], clips=True)
+        phase.norms = [lambda grads: square]
         with EagerOperations() as operations:
-            phase.run(optimizer, [SimpleNamespace(spec=spec, grad_scale=scale)], [[]])
+            phase.run([SimpleNamespace(bucket=bucket, grad_scale=scale)], [[]], None)
     return operations
 
 
@@ -71,13 +74,15 @@ def lowered(recording: Recording) -> dict[str, Any]:
     backend = CudaBackend()
     found: dict[str, Any] = {}
     cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in steps.OPTIMIZERS}
-    for case, (name, options) in {**cases, **steps.CLIPPED, **steps.SPLIT}.items():
+    for case, (name, options) in {**cases, **steps.CLIPPED, **steps.SHARDED}.items():
         optimizer = steps.optimizer(name, **options)
         recording.launches.clear()
         recording.kernels.clear()
-        for signature in steps.signatures(optimizer, backend, "cuda:0", split=case in steps.SPLIT):
-            launch(backend, signature)
-        eager = clipping(optimizer) if optimizer.clips_any() else EagerOperations()
+        for batch in steps.batches(optimizer, backend, "cuda:0", sharded=case in steps.SHARDED):
+            for signature, _ in batch.calls:
+                launch(backend, signature)
+        clips = clips_any(optimizer, optimizer.param_groups)
+        eager = clipping(optimizer) if clips else EagerOperations()
         codes = [code for codes in recording.machine_code().values() for code in codes]
         found[case] = dict(
             launches=len(recording.launches) + len(eager.launches),

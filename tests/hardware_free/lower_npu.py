@@ -14,12 +14,13 @@ from unittest import mock
 import torch
 
 import compiled_optim as co
-from tests.helpers import params_of
-from compiled_optim import backends, collect
+from compiled_optim import backends
 from compiled_optim.backends import npu
+from compiled_optim.engine import buckets
 from tests import npu_device
 from tests.hardware_free import steps, torchair_without_cann
 from tests.hardware_free.torchair_without_cann import Recording
+from tests.helpers import params_of
 
 SHAPES = [(6, 4), (5, 3, 2), (1, 1), (7,), (1,)]
 STEPS = 10
@@ -42,13 +43,13 @@ def stepped(name: str, device: str, compiled: bool, dtype: torch.dtype, **option
 def executed(recording: Recording) -> dict[str, Any]:
     """For each optimizer and dtype what its graphs are made of, and how its steps compare with eager ones."""
     found = {}
-    cases = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED, **steps.SPLIT}
+    cases = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED, **steps.SHARDED}
     for case, (name, options) in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
             recording.clear()
             backends.get("npu")._units.clear()  # what one case compiled, the next compiles again
-            split = steps.OnlyProcess() if case in steps.SPLIT else None
-            with mock.patch.object(collect.Split, "of", return_value=split):
+            shards = steps.OneProcess() if case in steps.SHARDED else None
+            with mock.patch.object(buckets.ShardSpec, "from_tensor", return_value=shards):
                 ours = stepped(name, "npu", True, dtype, **options)
             eager = stepped(name, "cpu", False, dtype, **options)
             pairs = list(zip(params_of(ours), params_of(eager), strict=True))
@@ -86,8 +87,8 @@ def mixed() -> dict[str, Any]:
         for param in (moves, stays):
             param.grad = torch.ones_like(param)
         optimizer.step()
-        batches = optimizer._plan.batches
-        return [[moves.tolist(), stays.tolist()], sorted(batch.spec.backend.name for batch in batches)]
+        batches = optimizer.explain().batches
+        return [[moves.tolist(), stays.tolist()], sorted(batch.backend for batch in batches)]
 
     before = step()
     # as module.cpu() does with torch.__future__.set_swap_module_params_on_conversion
@@ -106,7 +107,7 @@ def main() -> None:
     # (and memory of this device has no addresses, so all of it would seem to be shared)
     with (
         mock.patch.object(npu, "_missing_device", return_value=None),
-        mock.patch.object(collect, "overlap_waves", lambda entries: [0] * len(entries)),
+        mock.patch.object(buckets, "overlap_waves", lambda params: [0] * len(params)),
     ):
         report["chosen"] = {device: backends.for_device(device).name for device in ("npu", "cpu")}
         report["executed"] = executed(recording)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import compiled_optim as co
-from tests.helpers import params_of
 from catalog import CATALOG
-from compiled_optim.backends import Backend, Signature
-from compiled_optim.collect import collect
+from compiled_optim.backends import Backend, Batch
+from compiled_optim.engine.buckets import Bucket, make_buckets
+from compiled_optim.engine.plan import clips_any
+from tests.helpers import params_of
 
 OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
-SPLIT = {f"{name} split": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
-"""Optimizers that take sums over tensors, in the two phases they have where tensors are split over processes."""
+SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
+"""Optimizers that take sums over tensors, in the two phases they have where tensors are sharded."""
 
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
 
@@ -30,24 +30,27 @@ def optimizer(name: str, shapes=TWENTY, dtype: torch.dtype = torch.float32, **op
     return getattr(co, name)(params, **{**OPTIMIZERS[name], **options}, compile=False)
 
 
-class OnlyProcess:
-    """A split over no other processes."""
+class OneProcess:
+    """The sharding of tensors of which one process holds all."""
 
-    def add_up(self, sums: torch.Tensor) -> None:
-        """All of it is here."""
+    def all_reduce_(self, sums: torch.Tensor) -> None:
+        """Leave the sums as they are."""
 
 
-def signatures(optimizer: co.Optimizer, backend: Backend, device: str, split: bool = False) -> list[Signature]:
-    """What a step of this optimizer has compiled where its parameters are on another device, and maybe split."""
-    found = []
-    for spec in collect(optimizer, params_of(optimizer)):
-        spec.split = OnlyProcess() if split else None  # type: ignore[assignment]
-        kinds = spec.kinds(optimizer.clips_any())
-        for lane, _ in backend.cut(spec.shapes()):
-            found += [elsewhere(kind(lane), device) for kind in kinds]
+def buckets(optimizer: co.Optimizer, backend: Backend, sharded: bool = False) -> list[Bucket]:
+    """Return the buckets of a step in which every parameter has a gradient."""
+    groups, params = optimizer.param_groups, params_of(optimizer)
+    found = make_buckets(optimizer, groups, {}, params, [""] * len(params), lambda device: backend)
+    for bucket in found:
+        bucket.shards = OneProcess() if sharded else None  # type: ignore[assignment]
     return found
 
 
-def elsewhere(signature: Signature, device: str) -> Signature:
-    """The same signature on another device."""
-    return replace(signature, device=device)
+def batches(optimizer: co.Optimizer, backend: Backend, device: str, sharded: bool = False) -> list[Batch]:
+    """Return the batches of a step whose parameters are on another device, and maybe sharded."""
+    found = []
+    for bucket in buckets(optimizer, backend, sharded):
+        for batch in bucket.batches(clips_any(optimizer, optimizer.param_groups)):
+            batch.device = device
+            found.append(batch)
+    return found

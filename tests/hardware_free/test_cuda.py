@@ -26,10 +26,10 @@ def interpreted(run_script):
 
 
 def test_all_are_lowered(lowered):
-    assert set(lowered) == {*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SPLIT}
+    assert set(lowered) == {*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SHARDED}
 
 
-@pytest.mark.parametrize("case", [*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SPLIT])
+@pytest.mark.parametrize("case", [*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SHARDED])
 def test_ptxas_accepts_every_kernel(lowered, case):
     assert lowered[case]["machine_code"]
     assert lowered[case]["target"] == ["sm_80"]
@@ -53,12 +53,12 @@ RMSpropTF      1
 Lion           1
 Adan           2
 AdamW clipped 11
-AdamP split   14
-Lamb split     8""",
+AdamP sharded   14
+Lamb sharded     8""",
     )
     for case, count in launches.items():
         few, some, two_phases = 3, 12, 16
-        assert count <= (two_phases if case in steps.SPLIT else some if case in MEASURING else few)
+        assert count <= (two_phases if case in steps.SHARDED else some if case in MEASURING else few)
 
 
 def test_clipping_does_not_wait_for_the_device(lowered):

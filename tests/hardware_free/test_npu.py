@@ -10,7 +10,9 @@ from tests.hardware_free.conftest import require
 
 pytestmark = pytest.mark.slow
 CASES = [
-    f"{case} {dtype}" for case in [*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SPLIT] for dtype in ("float32", "bfloat16")
+    f"{case} {dtype}"
+    for case in [*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SHARDED]
+    for dtype in ("float32", "bfloat16")
 ]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
 
@@ -52,10 +54,10 @@ Adan float32              194
 Adan bfloat16             249
 AdamW clipped float32     163
 AdamW clipped bfloat16    203
-AdamP split float32       487
-AdamP split bfloat16      534
-Lamb split float32        345
-Lamb split bfloat16       400""",
+AdamP sharded float32       487
+AdamP sharded bfloat16      534
+Lamb sharded float32        345
+Lamb sharded bfloat16       400""",
     )
     adamw = counts["AdamW float32"]
     assert_expected_inline(

@@ -46,8 +46,9 @@ class Recording:
 
         def graph(self_, signature):
             made = make(self_, signature)
+            written = range(1, len(signature.dtypes))  # all lists but the gradients
             measures = getattr(signature.program, "phase", None) is Phase.MEASURE  # and must write nothing
-            mutated = {place for place, (i, _) in enumerate(made.inputs) if i > 0 and not measures}
+            mutated = {place for place, (i, _) in enumerate(made.inputs) if i in written and not measures}
             self.copied_back += len(mutated ^ set(self.graphs[-1]._graph_output_ref_input.values()))
             return made
 

@@ -195,7 +195,10 @@ def test_an_optimizer_for_each_parameter_in_backward(name):
     assert {explanation.recompiles for explanation in explanations} == {0}
     assert {explanation.mode for explanation in explanations} == {"compiled"}
     units = {
-        call.unit for optimizer in optimizers.values() for batch in optimizer._plan.batches for call in batch.calls
+        call.unit
+        for optimizer in optimizers.values()
+        for calls in optimizer._stepper._plan.calls().values()
+        for call in calls
     }
     assert len(units) <= 2
 

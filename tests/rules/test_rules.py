@@ -99,7 +99,7 @@ def test_bert_linear_without_warmup_starts_at_half():
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.ones(2)
     assert optimizer.get_lr() == [0]
-    assert optimizer.scalars(optimizer.param_groups[0], 1)["lr"] == 0.5
+    assert optimizer.derived(optimizer.param_groups[0], 1)["lr"] == 0.5
 
 
 def test_bert_resumes_its_schedule(compiled):
