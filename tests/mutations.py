@@ -23,7 +23,7 @@ TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, to
 
 
 class Place:
-    """What must be in one place of the module."""
+    """The expected content of one attribute of the module."""
 
     def __init__(self, value: Tensor, group: int) -> None:
         self.value = value.detach().cpu().clone()
@@ -108,7 +108,7 @@ class World:
     # ---- what a user does
 
     def step(self) -> None:
-        """Step, and see to it that exactly what must have happened has happened."""
+        """Step, and compare everything with the model."""
         if self.policy == "raise" and self.disturbed:
             self.refused()
             return
@@ -121,7 +121,7 @@ class World:
         self.check()
 
     def refused(self) -> None:
-        """The step raises, changes nothing, and goes through once the policy is to follow."""
+        """Check that the step raises and changes nothing, and that it works with on_realloc="recompile"."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         before = [p.detach().cpu().clone() for p in params], str(self.optimizer.state_dict())
         try:
@@ -176,7 +176,7 @@ class World:
                 self.places[name].grad = grad.view(param.shape).clone()
 
     def odd_gradient(self, name: str) -> None:
-        """One with other strides and another dtype."""
+        """Assign a gradient with other strides and another dtype."""
         param = self.param(name)
         grad = self.random(tuple(reversed(param.shape)))
         odd = grad.permute(*reversed(range(param.ndim)))
@@ -211,7 +211,7 @@ class World:
         self.disturbed.add(name)
 
     def resize(self, name: str) -> None:
-        """More room behind the parameter: its memory moves, its shape and values do not change."""
+        """Resize the storage: its memory moves, but shape and values do not change."""
         param = self.param(name)
         if param.device.type == "cpu":
             before = param.data_ptr()
@@ -258,7 +258,7 @@ class World:
             place.start_afresh(torch.zeros(place.value.shape, dtype=place.value.dtype))
 
     def put_back(self, name: str) -> None:
-        """Where a parameter is missing, a new one; noticed only if the removal was."""
+        """Add a parameter where one is missing; it is noticed only if the removal was."""
         if self.get(name) is None:
             self.step()
             place = self.places[name]
@@ -272,7 +272,7 @@ class World:
             self.saved = copy.deepcopy((self.optimizer.state_dict(), self.places, self.net.state_dict()))
 
     def load(self) -> None:
-        """Values and states of an earlier moment, if the parameters are still of that kind."""
+        """Load an earlier checkpoint, if the parameters still have its dtype and shape."""
         if self.saved is None or self.disturbed or any(self.get(name) is None for name in self.places):
             return
         state_dict, places, values = copy.deepcopy(self.saved)

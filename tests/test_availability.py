@@ -20,7 +20,7 @@ from .hardware_free.conftest import TORCH_NPU, require
 from .helpers import run_python
 
 
-def test_what_always_works():
+def test_cpu_and_eager_are_always_available():
     assert backends.get("cpu").available()
     assert backends.get("eager").available()
 

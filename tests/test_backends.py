@@ -1,4 +1,4 @@
-"""The registry, honest availability, and errors before anything is changed."""
+"""The registry of backends, and errors of unavailable ones, which are raised before anything is changed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_without_a_compiler_construction_says_so(environment):
 
 
 def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
-    """Found on the path, so construction passes; warmup() meets the failure."""
+    """The compiler exists, so construction succeeds; warmup() fails."""
     compiler = tmp_path / "broken-c++"
     compiler.write_text("#!/bin/sh\necho broken on purpose >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -104,7 +104,7 @@ def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
 
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
 def test_a_disabled_compiler_is_an_error_not_a_silent_eager_run(variable, tmp_path):
-    """Where there is something to compile, that is: a unit found on disk is compiled code and needs no compiler."""
+    """Only if a unit has to be compiled: one that is found on disk needs no compiler."""
     code = NO_COMPILER.replace("co.AdamW(params)\n", "co.AdamW(params).warmup()\n", 1)
     message = run_python(code, **{variable: "1"}, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert "torch.compile did not compile" in message
@@ -125,7 +125,7 @@ TWO_LISTS = ("add", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul"
 
 @pytest.mark.parametrize("name", [*ONE_LIST, *TWO_LISTS])
 def test_list_operations_taken_apart_compute_the_same(name):
-    """For compilers that convert none of them."""
+    """For compilers that support no list operation."""
     decompositions = foreach_decompositions(lambda operation: False)
     tensors = [torch.tensor([0.5, 2.0, 3.0]), torch.tensor([4.0])]
     others = {"List": [tensors[::-1]], "Scalar": [1.5], "ScalarList": [[1.5, 2.5]], "Tensor": [torch.tensor(1.5)]}

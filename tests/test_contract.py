@@ -230,7 +230,7 @@ def test_broken_rules_are_refused_at_construction(rule, what, remedy):
         assert "# HERE" in lines[line - 1], raised.value.where
 
 
-def test_a_message():
+def test_the_message_names_the_line_and_the_remedy():
     with pytest.raises(co.RuleError) as raised:
         Branches(parameters([(3,)]))
     first, second, third = str(raised.value).splitlines()
@@ -323,14 +323,14 @@ def test_rules_by_rows_are_tried_with_rows():
         ByRows(parameters([(3,)]))
 
 
-def test_the_optimizers_of_this_package_are_not_tried(monkeypatch):
+def test_the_optimizers_of_this_package_are_not_checked_at_construction(monkeypatch):
     monkeypatch.setattr(contract, "_try_out", None)
     for name in ("AdamW", "Lamb", "Lion", "Adan"):
         getattr(co, name)(parameters([(3,)]))
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_the_optimizers_of_this_package_would_pass(name, monkeypatch):
+def test_the_optimizers_of_this_package_pass_the_checks_of_user_rules(name, monkeypatch):
     monkeypatch.setattr(contract, "is_ours", lambda thing: False)
     getattr(co, name)(parameters([(3, 2)]), max_grad_norm=1.0, weight_decay=0.1)
 
