@@ -14,7 +14,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 report: $(READY)
 	$(BIN)/python -m perf $(PERF_ARGS)

@@ -53,7 +53,8 @@ def compile_any_size(
         known = disk_cache.load(signature, key)
         graph = Graph(*known, from_disk=True) if known is not None else None
         if graph is None or not _agrees_on_lanes(signature, graph):
-            traced = trace(signature, hint=hint)
+            # Inductor fuses a reduction with the operations before it only if they are not list operations
+            traced = trace(signature, hint=hint, decompose_foreach=signature.program.reduces)
             graph = Graph(*_lower(signature, traced, {**options, **passes()}))
             if not _agrees_on_lanes(signature, graph):
                 raise disagreement(signature)

@@ -32,7 +32,11 @@ class TracedGraph:
 
 
 def trace(
-    signature: Signature, shapes: Sequence[Shape] | None = None, hint: int = 1 << 12, unbind_scalars: bool = False
+    signature: Signature,
+    shapes: Sequence[Shape] | None = None,
+    hint: int = 1 << 12,
+    unbind_scalars: bool = False,
+    decompose_foreach: bool = False,
 ) -> TracedGraph:
     """Trace a signature's program.
 
@@ -41,6 +45,7 @@ def trace(
         shapes: the shapes of the tensors; None traces for any size.
         hint: for any size, how many elements a compiler should optimise for.
         unbind_scalars: pass each hyperparameter as a 0-dim tensor of its own.
+        decompose_foreach: replace list operations by operations on each tensor.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,8 +67,7 @@ def trace(
         result = signature.program(lists, Arguments(**named))
         return [] if result is None else [result]
 
-    # a reduction is fused with the operations before it only if they are spelled tensor by tensor
-    table = foreach_decompositions() if signature.program.reduces else {}
+    table = foreach_decompositions() if decompose_foreach else {}
     try:
         with mode, enable_python_dispatcher(), torch.no_grad():
             module = make_fx(flat, decomposition_table=table)(*examples.values())

@@ -33,7 +33,7 @@ def compiled(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For models so small that threads take many times longer as soon as the machine has something else to do."""
+    """Use one thread: on a busy machine, several are many times slower for tiny models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -19,7 +19,7 @@ from tests.hardware_free.conftest import TORCH_NPU, require
 from tests.helpers import run_python
 
 
-def test_what_always_works():
+def test_cpu_and_eager_are_always_available():
     assert backends.get("cpu").available()
     assert backends.get("eager").available()
 

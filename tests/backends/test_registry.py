@@ -1,4 +1,4 @@
-"""The registry, honest availability, and errors before anything is changed."""
+"""The registry of backends, and errors of unavailable ones, which are raised before anything is changed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_a_compiler_construction_says_so(environment):
 
 
 def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
-    """Found on the path, so construction passes; warmup() meets the failure."""
+    """The compiler exists, so construction succeeds; warmup() fails."""
     compiler = tmp_path / "broken-c++"
     compiler.write_text("#!/bin/sh\necho broken on purpose >&2\nexit 1\n")
     compiler.chmod(0o755)

@@ -1,4 +1,4 @@
-"""No wrong unit is ever run: with Dynamo's guards out of the way, signatures must cover all that a graph assumes."""
+"""No unit runs on inputs it was not compiled for: without Dynamo's guards, signatures must cover all assumptions."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_units_are_made_once_and_shared(monkeypatch):
 
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
-    """As another version of torch might bring: found out before any parameter is touched."""
+    """Another version of torch might compile wrong code; it is detected before any parameter is changed."""
     monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
     original = inductor.trace
 
@@ -185,7 +185,7 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
     assert not optimizer.state
 
 
-def test_cutting():
+def test_tensors_are_cut_into_parallel_and_serial_calls():
     cut = get_backend("cpu").cut
     large, small = (cpu.LARGE,), (10,)
     assert cut([]) == []
@@ -201,7 +201,7 @@ def test_cutting():
 
 @pytest.mark.parametrize(("rule", "rank"), [(co.Lamb, 1), (co.AdamP, 2)])
 def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
-    """Parameter, gradient and two moments once, then all but the gradient; nothing of their size in between."""
+    """The first pass loads parameter, gradient and two moments, the second all but the gradient; no temporaries."""
     monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
     optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
     program = optimizer.program(optimizer.param_groups[0])

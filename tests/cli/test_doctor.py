@@ -10,7 +10,7 @@ from compiled_optim.cli import main
 from tests.helpers import run_python
 
 
-def test_a_machine_that_compiles(capsys, monkeypatch):
+def test_doctor_where_compiling_works(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("COMPILED_OPTIM_EAGER", "1")  # changes how optimizers run, not what can be compiled
     assert main(["doctor"]) == 0
@@ -27,7 +27,7 @@ def test_a_machine_that_compiles(capsys, monkeypatch):
     ("compiler", "answer"),
     [("no-such-compiler", "not available: no C++ compiler was found"), ("false", "does not compile: the C++ compiler")],
 )
-def test_a_machine_that_does_not(compiler, answer, tmp_path):
+def test_doctor_where_compiling_fails(compiler, answer, tmp_path):
     code = "from compiled_optim.cli import main; print('exit code', main(['doctor']))"
     output = run_python(code, CXX=compiler, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert answer in output

@@ -17,7 +17,7 @@ SHAPES = [(5, 3), (7,), (200, 200), ()]
 
 
 class Wrong(EagerBackend):
-    """A compiler that gets one tensor wrong by 0.25."""
+    """A backend whose result is off by 0.25 in one tensor."""
 
     name = "wrong"
     devices = ("cpu",)
@@ -141,7 +141,7 @@ def test_an_eager_optimizer_has_nothing_to_compare():
 
 
 class Debugger(bdb.Bdb):
-    """Stops in one function and keeps what it sees there."""
+    """A debugger that stops in one function and records its local variables."""
 
     def __init__(self, function):
         super().__init__()

@@ -49,7 +49,7 @@ def test_before_and_after_the_first_step():
     assert not after.advice
 
 
-def test_eager():
+def test_explain_of_an_eager_optimizer():
     explanation = train(lambda p: co.SGD(p, compile=False), parameters(SMALL), 1).explain()
     assert (explanation.mode, explanation.backends) == ("eager", ("eager",))
     assert (explanation.graphs, explanation.compile_seconds, explanation.calls_per_step) == (0, 0, 1)

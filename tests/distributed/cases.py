@@ -99,7 +99,7 @@ def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None = None, **options: Any) -> float:
-    """Gradients given by hand, some orthogonal to their weights: far from a reference that is none of ours?"""
+    """Return the distance from the reference, for gradients of which some are orthogonal to their weights."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     twins = parameters(SHAPES)
@@ -137,7 +137,7 @@ def clipped(folder: Path) -> dict[str, float]:
 
 
 def scaled(folder: Path) -> dict[str, Any]:
-    """An overflow in one rank's shard leaves the step out on all; the others are steps as without a scaler."""
+    """An overflow in the shard of one rank skips the step on all; other steps equal those without a scaler."""
     made, twin = sharded(), model()
     optimizer, reference = co.AdamW(made, lr=0.01), torch.optim.AdamW(twin.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

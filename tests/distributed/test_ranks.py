@@ -140,7 +140,7 @@ def test_a_rule_by_rows_needs_no_all_reduce(on_two):
         assert answer == pytest.approx([-0.1] * 4)
 
 
-def test_only_what_moved_for_good_is_told(on_two):
+def test_parameters_swapped_temporarily_by_fsdp_are_no_event(on_two):
     for answer in of(on_two, "watched"):
         assert answer["quiet"] == ()
         assert answer["same plan"]

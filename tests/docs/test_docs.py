@@ -80,7 +80,7 @@ def check_page(page: str, text: str) -> int:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages(page, monkeypatch):
+def test_examples_on_pages(page, monkeypatch):
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.chdir(ROOT)  # for messages that quote a line of the page
     text = (ROOT / page).read_text()

@@ -14,7 +14,7 @@ from tests.helpers import LARGE, SMALL, assert_close, assert_same_state, copies,
 
 
 def scaled_step(scaler, optimizer, params, grads, scaled=True):
-    """What backward of a scaled loss and a step do, with these gradients."""
+    """Set scaled gradients, as backward of a scaled loss does, and step."""
     scaler.scale(torch.zeros(()))  # the scaler makes its scale when it is first used
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad * scaler.get_scale() if scaled else grad.clone()
@@ -23,8 +23,8 @@ def scaled_step(scaler, optimizer, params, grads, scaled=True):
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_a_scaled_step_is_a_step(name, compiled):
-    """Scales are powers of two, so that unscaling is exact; another optimizer gets the gradients as they are."""
+def test_a_scaled_step_equals_an_unscaled_one(name, compiled):
+    """Compared with an optimizer that gets unscaled gradients. Scales are powers of two, so unscaling is exact."""
     params = parameters([(8, 5), (7,), *LARGE])
     twins = copies(params)
     optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
@@ -40,7 +40,7 @@ def test_a_scaled_step_is_a_step(name, compiled):
 
 
 @pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if entry.fused])
-def test_the_same_as_torch_fused(name, compiled):
+def test_grad_scaler_has_the_same_effect_as_on_torch_fused(name, compiled):
     params = parameters(SMALL + LARGE)
     twins = copies(params)
     optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
@@ -80,7 +80,7 @@ def test_an_overflow_on_the_first_step_makes_no_state(compiled):
     assert not optimizer.state
 
 
-def test_an_overflow_on_the_first_step_makes_the_next_one_no_recompile():
+def test_no_recompile_after_an_overflow_on_the_first_step():
     params = parameters([(4,)])
     optimizer = co.AdamW(params, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -90,7 +90,7 @@ def test_an_overflow_on_the_first_step_makes_the_next_one_no_recompile():
 
 
 def test_a_step_that_failed_is_not_unscaled_twice(compiled):
-    """The scaler takes its marks away only after a step that went well, and multiplies by what it finds."""
+    """GradScaler removes grad_scale from the optimizer only after a successful step, and else multiplies it again."""
     params = [torch.nn.Parameter(torch.zeros(4))]
     optimizer = co.SGD(params, lr=1.0, on_realloc="raise", compile=compiled)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -105,7 +105,7 @@ def test_a_step_that_failed_is_not_unscaled_twice(compiled):
 
 
 def test_a_scale_set_by_hand(compiled):
-    """As torch's fused optimizers take it: a tensor of one element, of any shape."""
+    """grad_scale may be a tensor of one element of any shape, as in torch's fused optimizers."""
     params = [torch.nn.Parameter(torch.zeros(4))]
     optimizer = co.SGD(params, lr=1.0, compile=compiled)
     optimizer.grad_scale = torch.tensor([4.0])
@@ -115,7 +115,7 @@ def test_a_scale_set_by_hand(compiled):
 
 
 def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled):
-    """``scaler.unscale_``, then torch's clipping: the same as torch's optimizer, also by turns with the other way."""
+    """``scaler.unscale_`` and ``clip_grad_norm_`` in every second step, compared with torch.optim."""
     params = parameters([(8, 5), (7,)])
     twins = copies(params)
     optimizer, reference = co.SGD(params, lr=0.1, compile=compiled), torch.optim.SGD(twins, lr=0.1)
@@ -185,7 +185,7 @@ def test_autocast_training_learns_as_with_torch(compiled):
 
 
 class ScalerOfTorchNpu(torch.amp.GradScaler):
-    """Leaves unscaling to optimizers that can, by the keyword that torch has given up."""
+    """Passes itself to optimizers that can unscale, by the keyword ``grad_scaler``, which torch has removed."""
 
     def step(self, optimizer, *args, **kwargs):
         if getattr(optimizer, "_step_supports_amp_scaling", False):

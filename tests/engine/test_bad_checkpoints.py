@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case, steps):
     assert all(map(torch.equal, params, twins))
 
 
-# what has the states and hyperparameters that another optimizer asks for can be loaded there
+# a checkpoint can be loaded by an optimizer that needs no other states and hyperparameters
 RELATED = {
     *product(["Adam", "AdamW", "Lamb", "AdamP"], ["Adam", "AdamW", "Lamb"]),
     *product(["RMSprop", "RMSpropTF"], repeat=2),
@@ -186,7 +186,7 @@ def test_states_of_another_optimizer(source, target):
 
 
 def test_sgd_without_momentum_refuses_the_states_of_another_optimizer():
-    """It keeps none, so only the groups can tell."""
+    """It has no states, so only the hyperparameters of the groups tell that the checkpoint does not fit."""
     params = parameters(SHAPES)
     donor = torch.optim.Adam(params)
     advance(donor, params, 0, 1)

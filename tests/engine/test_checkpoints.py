@@ -39,7 +39,7 @@ def through_file(saved):
 
 
 def through_bytes_and_json(saved):
-    """As safetensors does: each tensor's bytes by a name, everything else as JSON."""
+    """Save as safetensors does: the bytes of each tensor under a name, everything else as JSON."""
     tensors, numbers = {}, {"param_groups": saved["param_groups"], "state": {}}
     for key, state in saved["state"].items():
         for name, value in state.items():
@@ -58,7 +58,7 @@ def through_bytes_and_json(saved):
 
 
 def advance(optimizer, params, first, last):
-    """Steps ``first`` to ``last`` of one sequence of gradients."""
+    """Take steps ``first`` to ``last`` of one sequence of gradients."""
     for grads in list(gradients(params, last))[first:]:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
@@ -75,8 +75,8 @@ def make(kind, name, params, compiled, **options):
 @pytest.mark.parametrize(("source", "target"), [("ours", "torch"), ("torch", "ours"), ("ours", "ours")])
 @pytest.mark.parametrize("fresh", [True, False], ids=["into fresh", "into stepped"])
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
-def test_both_ways_with_torch(name, options, source, target, fresh, carrier, compiled):
-    """Ten steps in one, saved and loaded in the other, ten more: as twenty in torch."""
+def test_checkpoints_are_exchanged_with_torch_both_ways(name, options, source, target, fresh, carrier, compiled):
+    """Ten steps with one optimizer and ten with the other equal twenty steps of torch.optim."""
     expected = parameters(SMALL)
     advance(make("torch", name, expected, None, lr=0.1, **options), expected, 0, 20)
 
@@ -113,7 +113,7 @@ def test_every_optimizer_resumes_bit_for_bit(name):
 
 
 def test_integer_steps_of_torch_npu_load(compiled):
-    """Its states count by ints, and its groups have none of torch's newer keys."""
+    """Steps are ints in its checkpoints, and the groups lack torch's newer keys."""
     expected = parameters(SMALL)
     reference = torch.optim.AdamW(expected, amsgrad=True)
     advance(reference, expected, 0, 3)
@@ -147,8 +147,8 @@ TORCH_NPU_KEYS = {
 
 
 @pytest.mark.parametrize("name", TORCH_NPU_KEYS)
-def test_the_form_of_torch_npu_for_every_optimizer(name):
-    """Only the keys torch_npu's groups have, a scheduler's beside them, and ints as steps."""
+def test_checkpoints_of_torch_npu_load(name):
+    """The groups have torch_npu's keys and a scheduler's, and steps are ints."""
     whole, halves = parameters(SMALL), parameters(SMALL)
     advance(getattr(co, name)(whole, **CATALOG[name].typical, compile=False), whole, 0, 6)
     optimizer = getattr(co, name)(halves, **CATALOG[name].typical, compile=False)
@@ -166,8 +166,8 @@ def test_the_form_of_torch_npu_for_every_optimizer(name):
     assert_close(halves, whole, 0)
 
 
-def test_on_another_device():
-    """From the CPU to a device of type npu and back; there and here it goes on as torch.optim does."""
+def test_a_checkpoint_loads_on_another_device():
+    """Training goes from the CPU to a device of type npu and back, and equals torch.optim on the CPU."""
     run_python(
         """
 import torch, compiled_optim as co
@@ -196,7 +196,7 @@ assert_close(here, expected, 2e-6)
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_float32_states_of_low_precision_parameters_stay(low, compiled):
-    """They are what was saved, bit for bit, and go on as those of float32 copies of the parameters do in torch."""
+    """They load bit for bit, and training goes on as torch.optim does with float32 copies of the parameters."""
     masters = parameters(SMALL, low)
     masters = [torch.nn.Parameter(param.detach().float()) for param in masters]
     reference = torch.optim.AdamW(masters, lr=0.1)
@@ -241,7 +241,7 @@ def test_float32_states_of_low_precision_parameters_stay(low, compiled):
     ],
     ids=str,
 )
-def test_in_another_dtype(param, state, loaded, compiled):
+def test_a_checkpoint_loads_in_another_dtype(param, state, loaded, compiled):
     """In all other cases a state gets its parameter's dtype, as in torch."""
     old = [torch.nn.Parameter(torch.ones(4, dtype=state))]
     donor = torch.optim.AdamW(old, lr=0.1)

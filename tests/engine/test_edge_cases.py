@@ -1,4 +1,4 @@
-"""What torch_npu's fused optimizers stumble over and ours must not, each against torch.optim on the same data."""
+"""Cases in which torch_npu's fused optimizers fail, each compared with torch.optim."""
 
 from __future__ import annotations
 

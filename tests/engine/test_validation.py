@@ -256,7 +256,7 @@ def test_broken_rules_are_refused_at_construction(rule, what, remedy):
         assert "# HERE" in lines[line - 1], raised.value.where
 
 
-def test_a_message():
+def test_the_message_names_the_line_and_the_remedy():
     with pytest.raises(co.RuleError) as raised:
         Branches(parameters([(3,)]))
     first, second, third = str(raised.value).splitlines()

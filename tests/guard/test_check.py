@@ -1,4 +1,4 @@
-"""What the engine needs of the guard: a plan is never used on memory or metadata it was not made for."""
+"""The guard: a plan is never used for other memory or metadata than it was made for."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_reallocation_is_refused(kind, compiled):
 
 
 def test_ordinary_training_is_no_event(compiled, tmp_path, caplog):
-    """In-place updates, reading, autograd, buckets of gradients, checkpoints, pickling: a thousand steps of it."""
+    """A thousand steps with in-place updates, autograd, gradient buckets, checkpoints and pickling."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     optimizer = co.AdamW(model, lr=1e-3, compile=compiled, on_realloc="raise")
@@ -139,8 +139,8 @@ def test_a_parameter_without_a_gradient_is_looked_at_too(compiled):
         optimizer.step()
 
 
-def test_the_idiom_that_moves_states(compiled):
-    """State tensors given other memory under the same object, as scripts do to move them to a device."""
+def test_states_moved_by_assigning_their_data(compiled):
+    """``state.data = ...`` changes the memory under the same object, as scripts do to move states to a device."""
     optimizer, params, twin, twin_params = stepped(compiled)
     for opt in (optimizer, twin):
         for state in opt.state.values():

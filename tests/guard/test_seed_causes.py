@@ -58,13 +58,13 @@ def stepped(name, compiled, policy):
 
 @pytest.mark.parametrize("cause", CAUSES)
 @pytest.mark.parametrize("name", NAMES)
-def test_followed(name, cause, compiled):
+def test_a_moved_replaced_or_removed_parameter_is_followed(name, cause, compiled):
     change, kinds = CAUSES[cause]
     net, optimizer = stepped(name, compiled, "recompile")
     old = list(net.parameters())
     states = {id(param): copy.deepcopy(dict(optimizer.state[param])) for param in old}
     change(net)
-    # what must come out: the same rule, given the state by hand, on parameters of its own
+    # expected: a new optimizer over copies of the parameters, with the states assigned by hand
     twin_net = copy.deepcopy(net)
     twin = getattr(co, name)(twin_net.parameters(), lr=0.1, compile=False)
     for param, twin_param in zip(net.parameters(), twin_net.parameters(), strict=True):
@@ -83,7 +83,7 @@ def test_followed(name, cause, compiled):
 
 @pytest.mark.parametrize("cause", CAUSES)
 @pytest.mark.parametrize("name", NAMES)
-def test_refused(name, cause, compiled):
+def test_a_moved_replaced_or_removed_parameter_is_refused(name, cause, compiled):
     change, kinds = CAUSES[cause]
     net, optimizer = stepped(name, compiled, "raise")
     held = list(net.parameters())
@@ -146,5 +146,5 @@ print("done")
 """
 
 
-def test_cpu_from_a_device():
+def test_module_cpu_from_an_npu_device():
     assert run_python(ON_THE_DEVICE) == "done\n"

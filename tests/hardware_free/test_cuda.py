@@ -73,6 +73,6 @@ def test_interpreted_kernels_agree_with_eager(interpreted, name):
     assert interpreted["launches"] > 0
 
 
-def test_a_mistake_would_show(interpreted):
+def test_a_wrong_learning_rate_is_detected(interpreted):
     """Negative control: a learning rate that is off by a percent."""
     assert interpreted["spoiled"]["apart"] > 1e-6

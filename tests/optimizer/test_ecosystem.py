@@ -1,4 +1,4 @@
-"""Among the tools people train with: each loop once with ours, compiled, and once with torch.optim."""
+"""Training loops with common tools, each run once with a compiled optimizer and once with torch.optim."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.helpers import assert_close, copies, parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# the gradients of one step come from the weights of the last one, so rounding adds up
+# gradients depend on the weights of the step before, so rounding errors accumulate
 TOLERANCE = 1e-5
 
 
 def network():
     torch.manual_seed(0)
-    # no bias before the batch norm: its gradient is zero but for rounding, which Adam blows up
+    # no bias before the batch norm: its gradient is rounding noise, which Adam scales up
     first = [nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.GELU()]
     return nn.Sequential(*first, nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 3))
 
@@ -81,7 +81,7 @@ def test_gradient_accumulation(name, clip):
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_models(kind):
-    """Averages of the weights, SWALR, and batch norm's statistics renewed for the average; with a watched module."""
+    """AveragedModel, SWALR and update_bn, with a module passed as params."""
 
     def train(package):
         model = network()
@@ -107,7 +107,7 @@ def test_averaged_models(kind):
 
 
 def test_hooks_that_change_gradients_and_weights():
-    """A pre-hook that centralises gradients and a post-hook that keeps weights in a box, and a closure between them."""
+    """A pre-hook that centres gradients, a post-hook that clamps weights, and a closure."""
 
     def train(package):
         model = network()
@@ -158,7 +158,7 @@ def test_the_profiler_shows_one_range_for_each_step(hooked):
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_an_optimizer_for_each_parameter_in_backward(name):
-    """Stepped as soon as a gradient is there, which is freed at once; they share their compiled units."""
+    """Each steps in a hook as soon as its gradient is accumulated, and frees it. They share their compiled units."""
     entry = CATALOG[name]
     options = {**entry.typical, **entry.without_norm, "lr": 0.02}
     warm = parameters([(5, 4), (9,)])  # rows and no rows: at most two units
@@ -204,7 +204,7 @@ def test_an_optimizer_for_each_parameter_in_backward(name):
 
 
 def test_a_model_copied_with_its_optimizer_goes_on():
-    """As people keep the best one: both copied together, the copy trained further."""
+    """Model and optimizer are copied together by deepcopy, and the copy is trained further."""
     model = network()
     optimizer = co.AdamW(model, lr=0.05)
     for batch in batches(3):

@@ -1,4 +1,4 @@
-"""Hooks, profilers and torch.compile around a step: each is told once, and nobody else pays for it."""
+"""Hooks, profilers and torch.compile around a step: each sees a step once, and costs nothing if it is not there."""
 
 from __future__ import annotations
 

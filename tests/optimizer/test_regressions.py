@@ -1,4 +1,4 @@
-"""Mistakes that were made once: each was found by trying to break the package, and stays tried."""
+"""Bugs that were fixed, one test for each."""
 
 from __future__ import annotations
 

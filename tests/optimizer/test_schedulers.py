@@ -68,7 +68,7 @@ def hyperparameters(group):
 
 
 def run(optimizer, params, schedule):
-    """Step under a scheduler, or under hyperparameters given for each step; return what was in force in each."""
+    """Step with a scheduler, or with given hyperparameters; return the hyperparameters of each step."""
     (group,) = optimizer.param_groups
     scheduler = schedule(optimizer) if callable(schedule) else None
     used = []
@@ -145,7 +145,7 @@ def test_bertadams_own_schedule_multiplies_a_schedulers():
         optimizer.step()
         rates.append(optimizer.get_lr()[0])
         scheduler.step()
-    # as of the next step's count, before the scheduler has its turn
+    # get_lr() is for the next step, before the scheduler has changed lr
     assert rates == [0.5, 0.5, 0.25, 0.125]
 
 

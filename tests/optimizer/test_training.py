@@ -67,7 +67,7 @@ def batch(step):
 
 @dataclass
 class Contender:
-    """Who steps, and whether it clips by itself."""
+    """An optimizer, and whether it clips gradients itself."""
 
     name: str
     package: object

@@ -110,7 +110,7 @@ def test_same_arguments_and_units_as_the_plain_optimizer(name):
     )
 
 
-def test_all_nine_are_there():
+def test_the_nine_optimizers_of_torch_npu_are_there():
     assert len(NAMES) == 9
 
 

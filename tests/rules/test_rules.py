@@ -15,7 +15,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 5e-6}
 
 
 def test_adamp_agrees_with_the_published_package(compiled):
-    """It clamps norms to epsilon instead of adding epsilon, which shows only near zero norms."""
+    """The package clamps norms to epsilon instead of adding epsilon, which differs only for norms near zero."""
     ours, theirs = parameters(SHAPES, torch.float64), parameters(SHAPES, torch.float64)
     options = {"weight_decay": 0.1, "nesterov": True}
     train(lambda p: co.AdamP(p, **options, compile=compiled), ours, schedule=slow_decay)
