@@ -52,7 +52,8 @@ class EagerBackend(LaneBackend):
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
         """Make one call for each run of tensors that is short enough; empty tensors need none."""
         import os
-        M = int(os.environ.get("EAGER_MAX", 1<<17))
+
+        M = int(os.environ.get("EAGER_MAX", 1 << 17))
         calls: list[tuple[Lane, list[int]]] = []
         room = 0
         for i, size in enumerate(map(math.prod, shapes)):
