@@ -31,7 +31,10 @@ SERIAL = Lane("serial", 4)
 LARGE = 1 << 15
 """From this many elements on, two threads beat one although they have to be started."""
 
-COMMON_OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+COMMON_OPTIONS: dict[str, Any] = {
+    # the sizes of a lane's tensors are equal because they were cut so
+    **{"size_asserts": False, "alignment_asserts": False, "do_not_emit_runtime_assertions": True}
+}
 # a later pass recomputes what it needs again: that reads about as many bytes as a temporary would, and allocates
 # nothing, which for a large tensor costs a page fault every 4 KB of every step
 NO_TEMPORARIES = dict.fromkeys(

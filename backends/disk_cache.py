@@ -1,9 +1,9 @@
 """Compiled graphs on disk, found again without tracing.
 
-Inductor's own cache is keyed by the traced graph: to look it up, Dynamo and AOTAutograd have to run, which takes a
-second and more in a fresh process. A signature says all that a graph depends on, so it can be looked up by that, and
-what is loaded is Inductor's generated module, from Inductor's cache directory. Everything is best effort: what cannot
-be read is compiled again, what cannot be written is not kept. Graphs from here are verified before use like new ones.
+Inductor's own cache is keyed by the traced graph: to look it up, the program has to be traced and AOTAutograd has to
+run, which takes a second and more in a fresh process. A signature holds all that a graph depends on, so a record is
+found by that, and Inductor's generated module is loaded from Inductor's cache directory. What cannot be read is
+compiled again, what cannot be written is not kept. Graphs from here are verified before use like new ones.
 """
 
 from __future__ import annotations

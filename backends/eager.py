@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from compiled_optim.backends.base import Availability, BoundArguments, Call, Lane, Shape, Signature, Unit
 from compiled_optim.backends.lanes import LaneBackend
-from compiled_optim.program import Arguments, Program, TensorLists
+from compiled_optim.program import Arguments, Phase, Program, TensorLists, UpdateProgram, count_sums
+from compiled_optim.tensors import MAX_PIECE
 
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
+
+MAX_WHOLE = 1 << 23
+"""Up to this many elements a tensor is not cut if the rule sums over it: two phases cost more than temporaries."""
 
 
 def eager_requested() -> bool:
     """Return True if the environment asks for eager steps in the whole run."""
     return os.environ.get(EAGER_VARIABLE, "0") not in ("", "0")
+
+
+class Piece(NamedTuple):
+    """A part of the tensors: their indices, and which elements of each; None for all."""
+
+    indices: list[int]
+    elements: list[slice | None]
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this part of a list of tensors."""
+        parts = zip(self.indices, self.elements, strict=True)
+        return [tensors[i] if elements is None else tensors[i][elements] for i, elements in parts]
 
 
 class EagerUnit(Unit):
@@ -32,11 +50,61 @@ class EagerUnit(Unit):
         """Return the program with everything but the gradients filled in."""
         program, (scalars, grad_scale, totals) = self._program, arguments
 
-        def call(grads: Sequence[Tensor]) -> Tensor | None:
-            values = scalars.values if scalars is not None else None
-            return program([list(grads), *lists], Arguments(values, grad_scale, totals))
+        def values() -> Arguments:
+            return Arguments(scalars.values if scalars is not None else None, grad_scale, totals)
 
-        return call
+        if isinstance(program, UpdateProgram) and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
+            return _bind_pieces(program, shapes, lists, values)
+        return lambda grads: program([list(grads), *lists], values())
+
+
+def _bind_pieces(
+    program: UpdateProgram, shapes: Sequence[Shape], lists: TensorLists, values: Callable[[], Arguments]
+) -> Call:
+    """Return a call that runs an update piece by piece; sums over a tensor in several pieces are taken first."""
+    sums = program.reduces and program.is_separable and count_sums(program, len(shapes[0]))
+    pieces = cut_to_cache(shapes, (MAX_WHOLE if sums else MAX_PIECE) if program.is_separable else math.inf)
+    bound = [(piece, [piece.of(tensors) for tensors in lists]) for piece in pieces]
+    cut = [(piece, part) for piece, part in bound if piece.elements[0] is not None]
+    measure, finish = replace(program, phase=Phase.MEASURE), replace(program, phase=Phase.FINISH)
+
+    def call(grads: Sequence[Tensor]) -> None:
+        arguments = values()
+        totals: dict[int, Tensor] = {}
+        for piece, part in cut if sums else ():
+            measured = measure([piece.of(grads), *part], arguments)
+            (i,) = piece.indices
+            totals[i] = totals[i] + measured if i in totals else measured
+        for piece, part in bound:
+            if piece.indices[0] in totals:
+                known = arguments._replace(totals=totals[piece.indices[0]])
+                finish([piece.of(grads), *part], known)
+            else:
+                program([piece.of(grads), *part], arguments)
+
+    return call
+
+
+def cut_to_cache(shapes: Sequence[Shape], max_whole: float) -> list[Piece]:
+    """Cut a list into pieces whose temporaries stay in the cache; 1-D tensors of more than ``max_whole`` elements too.
+
+    Part of a tensor is a piece of its own.
+    """
+    pieces: list[Piece] = []
+    room = 0
+    for i, shape in enumerate(shapes):
+        size = math.prod(shape)
+        cuts: list[slice | None] = [None]
+        if size > max_whole and len(shape) == 1:
+            cuts = [slice(start, start + MAX_PIECE) for start in range(0, size, MAX_PIECE)]
+        for cut in cuts:
+            if not pieces or size > room:
+                pieces.append(Piece([], []))
+                room = MAX_PIECE
+            pieces[-1].indices.append(i)
+            pieces[-1].elements.append(cut)
+            room -= size
+    return pieces
 
 
 class EagerBackend(LaneBackend):
@@ -50,21 +118,9 @@ class EagerBackend(LaneBackend):
         return Availability(True)
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Make one call for each run of tensors that is short enough; empty tensors need none."""
-        import os
-
-        M = int(os.environ.get("EAGER_MAX", 1 << 17))
-        calls: list[tuple[Lane, list[int]]] = []
-        room = 0
-        for i, size in enumerate(map(math.prod, shapes)):
-            if not size:
-                continue
-            if size > room:
-                calls.append((Lane("list"), []))
-                room = M
-            calls[-1][1].append(i)
-            room -= size
-        return calls
+        """Make one call for the whole list; empty tensors need none."""
+        indices = [i for i, shape in enumerate(shapes) if math.prod(shape)]
+        return [(Lane("list"), indices)] if indices else []
 
     def compile(self, signature: Signature) -> Unit:
         """Wrap the program."""

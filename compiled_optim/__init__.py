@@ -10,6 +10,7 @@
 
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
+from compiled_optim.engine.rule import Clip
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.rules.adadelta import Adadelta
@@ -32,6 +33,7 @@ __all__ = [
     "Adan",
     "BackendUnavailableError",
     "BertAdam",
+    "Clip",
     "Comparison",
     "Explanation",
     "Lamb",

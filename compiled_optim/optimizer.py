@@ -105,6 +105,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._state_was_accessed = "state" in self.__dict__  # not when torch's constructor sets it
         self.__dict__["state"] = state
 
     @overload

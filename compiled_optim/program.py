@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.locations import is_ours
 from compiled_optim.storage import Direct, Storage
 from compiled_optim.tensors import AllReduce, Scalar, Tensors, sum_dtype
 
@@ -42,7 +43,7 @@ class Result(Enum):
     """What a program returns."""
 
     NOTHING = "nothing"
-    SUM = "one sum over all its tensors, as a 0-dim tensor"
+    SUM = "one sum over all its tensors, as a 0-dim tensor; a bound batch returns those of its calls, as a 1-D tensor"
     SUMS = "sums over each tensor, sum by sum, as a 1-D tensor"
 
 
@@ -90,8 +91,8 @@ class UpdateProgram:
     state, convert from and to what is kept in memory. No storages means that everything is kept in ``dtype``.
 
     A rule that sums over tensors passes its sums through its argument ``all_reduce``. Over tensors that are sharded,
-    such a rule runs twice. MEASURE runs it up to that call and returns the sums over this process's shards; nothing
-    is changed. FINISH runs it again with the sums over all shards, from ``totals``.
+    such a rule runs twice. MEASURE runs it on copies and returns the sums over this process's shards; what does not
+    contribute to them, a compiler leaves out. FINISH runs it again with the sums over all shards, from ``totals``.
     """
 
     name: str = field(compare=False)
@@ -110,6 +111,14 @@ class UpdateProgram:
         return takes_all_reduce(self.update)
 
     @property
+    def is_separable(self) -> bool:
+        """Whether parts of a 1-D tensor may be updated one by one, with the rule's sums added up before.
+
+        True for this package's rules, which are tested so. Of users' rules it is not known.
+        """
+        return is_ours(self.update)
+
+    @property
     def variant(self) -> tuple[str, ...]:
         """Whether it scales gradients, and the phase if there are two."""
         phase = () if self.phase is Phase.WHOLE else (self.phase.value,)
@@ -124,11 +133,8 @@ class UpdateProgram:
         """Apply the rule once, in place; or only measure, and change nothing."""
         if self.phase is Phase.MEASURE:
             return torch.stack(self.measure(lists, arguments))
-        all_reduce: AllReduce = _local_sums
-        if self.phase is Phase.FINISH:
-            assert arguments.totals is not None
-            all_reduce = _KnownSums(arguments.totals, len(lists[0]))
-        self._run(lists, arguments, all_reduce)
+        totals, known = arguments.totals, self.phase is Phase.FINISH
+        self._run(lists, arguments, _KnownSums(totals, len(lists[0])) if known else _RecordedSums())
         return None
 
     def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
@@ -188,11 +194,6 @@ def example_arguments(program: UpdateProgram) -> Arguments:
     return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), torch.ones((), device="cpu"))
 
 
-def _local_sums(*sums: Tensors) -> tuple[Tensors, ...]:
-    """Return the sums as they are: no tensor is sharded."""
-    return sums
-
-
 class _RecordedSums:
     """Records a rule's sums, sum by sum for all tensors, and returns them as they are."""
 
@@ -209,7 +210,8 @@ class _RecordedSums:
 class _KnownSums:
     """Returns known totals, in the order in which :class:`_RecordedSums` recorded their parts."""
 
-    def __init__(self, totals: Tensor, tensors: int) -> None:
+    def __init__(self, totals: Tensor | None, tensors: int) -> None:
+        assert totals is not None
         self._totals, self._tensors = totals.unbind(), tensors
 
     def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:

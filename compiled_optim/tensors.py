@@ -13,6 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+MAX_PIECE = 1 << 18
+"""How many elements eager mode works on at a time on a CPU: few enough for the cache, enough for several threads."""
+
 
 class Scalar:
     """A hyperparameter inside a traced rule: a 0-dim tensor, so that no value is compiled in.
@@ -52,14 +55,33 @@ class Scalar:
     def __rtruediv__(self, other: Any) -> Any:
         return other / self.tensor
 
+    def __pow__(self, exponent: Any) -> Any:
+        return self.tensor ** _unwrap(exponent)
+
     def __neg__(self) -> Tensor:
         return -self.tensor
+
+    # comparisons give tensors, so that a branch on one is refused
 
     def __lt__(self, other: Any) -> Any:
         return self.tensor < _unwrap(other)
 
+    def __le__(self, other: Any) -> Any:
+        return self.tensor <= _unwrap(other)
+
     def __gt__(self, other: Any) -> Any:
         return self.tensor > _unwrap(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.tensor >= _unwrap(other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self.tensor == _unwrap(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.tensor != _unwrap(other)
+
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"Scalar({self.tensor!r})"
@@ -112,6 +134,15 @@ class Tensors(list[Tensor]):
     def __neg__(self) -> Tensors:
         return Tensors(torch._foreach_neg(self))
 
+    def __rsub__(self, other: Any) -> Tensors:
+        return -self + other
+
+    def __rtruediv__(self, other: Any) -> Tensors:
+        return Tensors(torch._foreach_reciprocal(self)) * other
+
+    def __pow__(self, exponent: float) -> Tensors:
+        return Tensors(torch._foreach_pow(self, exponent))
+
     __radd__, __rmul__ = __add__, __mul__
 
     def __iadd__(self, other: Any) -> Tensors:  # type: ignore[override]
@@ -152,10 +183,18 @@ class Tensors(list[Tensor]):
         torch._foreach_copy_(self, other)
         return self
 
+    def add_(self, values: Tensors, alpha: Number | Tensor) -> Tensors:
+        """Add scaled values in place: ``self += alpha * values``, in eager mode without a temporary."""
+        if isinstance(alpha, float):
+            torch._foreach_add_(self, values, alpha=alpha)
+        else:
+            self += alpha * values
+        return self
+
     def ema_(self, values: Tensors, decay: Number) -> Tensors:
         """Update an exponential moving average in place: ``self = decay * self + (1 - decay) * values``."""
         self *= decay
-        self += values * (1 - decay)
+        self += (1 - decay) * values
         return self
 
     def lerp_(self, values: Tensors, weight: Number | Tensor) -> Tensors:
@@ -165,12 +204,19 @@ class Tensors(list[Tensor]):
 
     def sum_of_squares(self) -> Tensors:
         """Return the sum of the squares of each tensor, as 0-dim tensors, summed in :func:`sum_dtype`."""
-        return Tensors((tensor * tensor).sum(dtype=sum_dtype(tensor)) for tensor in self)
+        return Tensors(map(_sum_of_squares, self))
 
     def _addend(self, other: Any) -> Any:
         """Return the operand of a sum; ``_foreach_add`` would read a 0-dim tensor back to the host, so repeat it."""
         other = _unwrap(other)
         return [other] * len(self) if isinstance(other, Tensor) else other
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() > MAX_PIECE:
+        # in eager mode by parts, whose temporaries stay in the cache; a traced tensor is a FakeTensor
+        return torch.stack([_sum_of_squares(part) for part in tensor.view(-1).split(MAX_PIECE)]).sum()
+    return (tensor * tensor).sum(dtype=sum_dtype(tensor))
 
 
 AllReduce: TypeAlias = Callable[..., tuple[Tensors, ...]]

@@ -106,7 +106,7 @@ class Explanation:
         return "\n\n".join(parts)
 
     def _summary(self) -> str:
-        facts = f"{self.optimizer}, {self.mode} ({', '.join(self.backends)})"
+        facts = f"{self.optimizer}, {self.mode} ({', '.join(self.backends) or 'no backend available'})"
         if not self.batches:
             return facts
         total = sum(batch.tensors for batch in self.batches)

@@ -26,6 +26,7 @@ class BoundBucket:
         self.group = bucket.group
         self.variant = variant
         self.steps = bucket.steps
+        self._counts_steps = rule.counts_steps
         program, rows, entries = bucket.program, bucket.rows, bucket.entries
         self._pick = picker([entry.index for entry in entries])
         self._grad_views = self._views_of(self._pick(grads))
@@ -87,7 +88,8 @@ class BoundBucket:
         self._update(grads)
         for copy, param in self._copies:
             param.copy_(copy)
-        self.steps += 1
+        # a rule that does not count only knows whether there are states
+        self.steps = self.steps + 1 if self._counts_steps else int(bool(self.states))
         self.counter.fill_(self.steps)
         self._counter_version = self.counter._version
 

@@ -76,7 +76,7 @@ class Rule:
     """The formula of an optimizer, and what the engine asks about it."""
 
     counts_steps: ClassVar[bool] = True
-    """Whether the state has a ``step``. If not, ``derived`` gets 1 in a parameter's first step and 2 later."""
+    """Whether the state has a ``step``. If not, ``derived`` gets 1 until a parameter has states, and 2 from then on."""
 
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""

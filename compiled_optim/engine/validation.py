@@ -158,7 +158,7 @@ class _Trial:
         except RuleError as error:
             raise RuleError(error.what, self._where(error), error.remedy) from None
         except Exception as error:
-            remedy = "see the error above; a rule gets lists of tensors, any number of them, of one dimension"
+            remedy = "see the error above; a rule gets lists of 1-D tensors, or of 2-D tensors too if it is rowwise"
             raise RuleError(f"{rule} fails on two small tensors: {error}", self._where(error), remedy) from error
         for name, tensors in self.lists.items():
             if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes, strict=True)):
@@ -217,7 +217,8 @@ class _RecordAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             what = (
-                f"{self.rule} reads the value of a tensor as a number (`value=` and `alpha=` of foreach operations do)"
+                f"{self.rule} reads the value of a tensor as a number, as `value=`, `alpha=` and `weight=` of foreach "
+                "operations do"
             )
             raise RuleError(what, "", NUMBER)
         for tensor, writes in _arguments(func, args, kwargs or {}):

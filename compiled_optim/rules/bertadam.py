@@ -115,7 +115,7 @@ class BertAdam(Optimizer):
         exp_avg_sq.ema_(g * g, b2)  # v = b2 v + (1 - b2) g²
         u = exp_avg / (exp_avg_sq.sqrt() + e)
         if has_weight_decay:
-            u = u + weight_decay * p
+            u += weight_decay * p
         p -= lr * u
 
     def get_lr(self) -> list[float]:

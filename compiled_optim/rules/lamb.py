@@ -80,10 +80,10 @@ class Lamb(Optimizer):
         exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
         u = exp_avg / (exp_avg_sq.sqrt() + eps)
         if has_weight_decay:
-            u = u + weight_decay * p
+            u += weight_decay * p
         if use_trust_ratio:
             weights, updates = all_reduce(p.sum_of_squares(), u.sum_of_squares())
-            u = u * Tensors(map(trust_ratio, weights, updates, u))
+            u *= Tensors(map(trust_ratio, weights, updates, u))
         p -= lr * u
 
 

@@ -87,6 +87,6 @@ class SGD(Optimizer):
         d = g + weight_decay * p if has_weight_decay else g
         if momentum_buffer is not None:
             momentum_buffer *= momentum
-            momentum_buffer += gain * d  # b = momentum b + (1 - dampening) d
+            momentum_buffer.add_(d, gain)  # b = momentum b + (1 - dampening) d
             d = d + momentum * momentum_buffer if nesterov else momentum_buffer
         p -= lr * d

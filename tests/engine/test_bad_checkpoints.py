@@ -63,23 +63,23 @@ CORRUPT = {
     ),
     "a group without parameters": (
         edited(lambda saved: saved["param_groups"][1].pop("params")),
-        "a parameter group of the checkpoint is no dict with 'params'",
+        "a parameter group of the checkpoint is not a dict with 'params'",
     ),
     "a group that is none": (
         edited(lambda saved: saved["param_groups"].__setitem__(0, "group")),
-        "a parameter group of the checkpoint is no dict with 'params'",
+        "a parameter group of the checkpoint is not a dict with 'params'",
     ),
     "lr as a word": (
         edited(lambda saved: saved["param_groups"][1].update(lr="fast")),
-        "group 1 of the checkpoint has a hyperparameter that is of no use: .*'fast'",
+        "group 1 of the checkpoint has an unusable hyperparameter: .*'fast'",
     ),
     "betas None": (
         edited(lambda saved: saved["param_groups"][0].update(betas=None)),
-        "group 0 of the checkpoint has a hyperparameter that is of no use",
+        "group 0 of the checkpoint has an unusable hyperparameter",
     ),
     "one beta": (
         edited(lambda saved: saved["param_groups"][0].update(betas=[0.9])),
-        "group 0 of the checkpoint has a hyperparameter that is of no use",
+        "group 0 of the checkpoint has an unusable hyperparameter",
     ),
     "a state missing": (
         without(1, "exp_avg_sq"),

@@ -123,7 +123,7 @@ two ways out:
         )
 
     def test_device_and_dtype(self):
-        before = Description.of(torch.ones(2, 3))
+        before = Description.from_tensor(torch.ones(2, 3))
         device = before._replace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
         changes = [compare("parameter 'a'", before, device), compare("parameter 'b'", device, before)]
         self.assertExpectedInline(
@@ -206,6 +206,6 @@ two ways out:
         )
 
     def test_the_error_survives_pickling(self):
-        change = compare("p", *(Description.of(torch.ones(n)) for n in (2, 3)))
+        change = compare("p", *(Description.from_tensor(torch.ones(n)) for n in (2, 3)))
         error = pickle.loads(pickle.dumps(co.ReallocationError([change])))
         assert error.changes == (change,)
