@@ -1,6 +1,6 @@
 # make test    set up .venv and run the whole test suite; PYTEST_ARGS="..." passes arguments to pytest
 # make report  set up .venv and measure the optimizers on this machine; PERF_ARGS="..." passes arguments to perf
-# make lint    ruff and mypy
+# make lint    ruff, mypy and import-linter
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ test: $(READY) $(TORCH_NPU)
 report: $(READY)
 	$(BIN)/python -m perf $(PERF_ARGS)
 
-# mypy reads an installed copy: only there is backends/ a part of the package
+# mypy and import-linter read an installed copy: only there is backends/ a part of the package
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -27,6 +27,7 @@ lint: $(READY)
 	$(PIP) --no-deps --no-build-isolation --target build/typed .
 	cp -r catalog perf build/typed
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim -p catalog -p perf
+	cd build/typed && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 
 wheel: $(READY)
 	rm -rf build

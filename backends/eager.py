@@ -73,6 +73,7 @@ def _bind_pieces(
         totals: dict[int, Tensor] = {}
         for piece, part in cut if sums else ():
             measured = measure([piece.of(grads), *part], arguments)
+            assert measured is not None
             (i,) = piece.indices
             totals[i] = totals[i] + measured if i in totals else measured
         for piece, part in bound:

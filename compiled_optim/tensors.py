@@ -135,10 +135,10 @@ class Tensors(list[Tensor]):
         return Tensors(torch._foreach_neg(self))
 
     def __rsub__(self, other: Any) -> Tensors:
-        return -self + other
+        return Tensors.__add__(-self, other)
 
     def __rtruediv__(self, other: Any) -> Tensors:
-        return Tensors(torch._foreach_reciprocal(self)) * other
+        return Tensors.__mul__(Tensors(torch._foreach_reciprocal(self)), other)
 
     def __pow__(self, exponent: float) -> Tensors:
         return Tensors(torch._foreach_pow(self, exponent))
@@ -215,7 +215,8 @@ class Tensors(list[Tensor]):
 def _sum_of_squares(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() > MAX_PIECE:
         # in eager mode by parts, whose temporaries stay in the cache; a traced tensor is a FakeTensor
-        return torch.stack([_sum_of_squares(part) for part in tensor.view(-1).split(MAX_PIECE)]).sum()
+        parts = torch.split(tensor.view(-1), MAX_PIECE)
+        return torch.stack([_sum_of_squares(part) for part in parts]).sum()
     return (tensor * tensor).sum(dtype=sum_dtype(tensor))
 
 
