@@ -35,6 +35,9 @@ Lowered = tuple[Run, int]
 
 ExampleArguments = Mapping[str, Tensor]
 
+WRONG_INPUTS = (IndexError, KeyError, RuntimeError, TypeError)
+"""What a graph raises on inputs it was not made for."""
+
 
 def compile_any_size(
     signature: Signature, hint: int, options: Mapping[str, Any], passes: Callable[[], Mapping[str, Any]] = dict
@@ -51,15 +54,15 @@ def compile_any_size(
     key = settings(hint, options)
     with torch.inference_mode(False), torch.no_grad():
         known = disk_cache.load(signature, key)
-        graph = Graph(*known, from_disk=True) if known is not None else None
-        if graph is None or not _agrees_on_lanes(signature, graph):
+        graph = _verified(signature, Graph(*known, from_disk=True)) if known is not None else None
+        if graph is None:
             # Inductor fuses a reduction with the operations before it only if they are not list operations
             traced = trace(signature, hint=hint, decompose_foreach=signature.program.reduces)
-            graph = Graph(*_lower(signature, traced, {**options, **passes()}))
-            if not _agrees_on_lanes(signature, graph):
+            compiled = Graph(*_lower(signature, traced, {**options, **passes()}))
+            graph = _verified(signature, compiled)
+            if graph is None:
                 raise disagreement(signature)
-            disk_cache.save(signature, key, graph.run, graph.inputs, graph.kernels)
-        graph = _unwrap_kernel(signature, graph)
+            disk_cache.save(signature, key, compiled.run, compiled.inputs, compiled.kernels)
     graph.seconds = time.perf_counter() - start
     return graph
 
@@ -98,30 +101,38 @@ def _lower(signature: Signature, traced: TracedGraph, options: Mapping[str, Any]
 def _examples(signature: Signature, shapes: Sequence[Shape]) -> tuple[TensorLists, ExampleArguments]:
     """Return inputs of a signature, all different and away from zero, the same every time."""
     generator = torch.Generator().manual_seed(0)
+    specs = [(shape, dtype, signature.device) for dtype in signature.dtypes for shape in shapes]
+    for name, dtype, shape in signature.arguments:
+        specs.append((shape, dtype, "cpu" if name == "scalars" else signature.device))
+    # longer than needed: a graph that mistakes one input for another must fail the comparison, not the process
+    longer = [torch.rand(max(256, math.prod(s)), generator=generator, device="cpu") + 0.5 for s, _, _ in specs]
+    made = [
+        values.to(device, dtype)[: math.prod(shape)].view(shape)
+        for values, (shape, dtype, device) in zip(longer, specs, strict=True)
+    ]
+    width, count = len(shapes), len(signature.dtypes)
+    lists = [made[i * width : (i + 1) * width] for i in range(count)]
+    return lists, {spec.name: tensor for spec, tensor in zip(signature.arguments, made[count * width :], strict=True)}
 
-    def example(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-        # longer than needed: a graph that mistakes one input for another must fail the comparison, not the process
-        values = torch.rand(max(256, math.prod(shape)), generator=generator, device="cpu") + 0.5
-        return values.to(device, dtype)[: math.prod(shape)].view(shape)
 
-    lists = [[example(shape, dtype, signature.device) for shape in shapes] for dtype in signature.dtypes]
-    arguments = {
-        name: example(shape, dtype, "cpu" if name == "scalars" else signature.device)
-        for name, dtype, shape in signature.arguments
-    }
-    return lists, arguments
+def _verified(signature: Signature, graph: Graph) -> Graph | None:
+    """Return the graph, without the wrapper around its kernel if it can be, or None if it computes something else."""
+    for candidate in (_unwrap_kernel(signature, graph), graph):
+        if candidate is not None and _agrees_on_lanes(signature, candidate):
+            return candidate
+    return None
 
 
-def _unwrap_kernel(signature: Signature, graph: Graph) -> Graph:
+def _unwrap_kernel(signature: Signature, graph: Graph) -> Graph | None:
     """Return the same graph without the wrapper around its kernel, if one kernel is all there is to it."""
     rank, width = signature.rank, signature.lane.width
     shapes = [tuple(range(lane * rank + 1, lane * rank + 1 + rank)) for lane in range(width)]  # no number twice
-    inputs = graph.order_inputs(shapes, *_examples(signature, shapes))
-    found = only_kernel(graph.run, inputs, graph.inputs)
-    if found is None:
-        return graph
-    shorter = replace(graph, run=found[0], inputs=found[1], one_kernel=True)
-    return shorter if _agrees_on_lanes(signature, shorter) else graph
+    try:
+        inputs = graph.order_inputs(shapes, *_examples(signature, shapes))
+        found = only_kernel(graph.run, inputs, graph.inputs)
+    except WRONG_INPUTS:
+        return None
+    return None if found is None else replace(graph, run=found[0], inputs=found[1], one_kernel=True)
 
 
 def _agrees_on_lanes(signature: Signature, graph: Graph) -> bool:
@@ -131,13 +142,12 @@ def _agrees_on_lanes(signature: Signature, graph: Graph) -> bool:
     """
     rows = (5,) * (signature.rank - 1)
     shapes = [(*rows, (37, 1, 3, 8)[lane % 4]) for lane in range(signature.lane.width)]
-    wrong_inputs = (IndexError, KeyError, RuntimeError, TypeError)
 
     def run(lists: TensorLists, arguments: ExampleArguments) -> Sequence[Tensor]:
         given = [[grad.view(1, -1, 1) for grad in lists[0]], *lists[1:]]
         return graph(graph.order_inputs(shapes, given, arguments))
 
-    return agrees(signature, shapes, run, wrong_inputs)
+    return agrees(signature, shapes, run, WRONG_INPUTS)
 
 
 def agrees(

@@ -40,11 +40,13 @@ def only_kernel(
         outputs = run(list(arguments))
     finally:
         namespace[name] = kernel
-    origins = {_key(argument): place for argument, place in zip(arguments, places, strict=True)}
-    if outputs or len(seen) != 1 or any(_key(given) not in origins for given in seen[0]):
+    if outputs or len(seen) != 1:
         return None
-    return kernel, [origins[_key(given)] for given in seen[0]]
+    origins = dict(zip(_keys(arguments), places, strict=True))
+    found = [origins.get(key) for key in _keys(seen[0])]
+    return None if None in found else (kernel, [place for place in found if place is not None])
 
 
-def _key(argument: Any) -> object:
-    return argument if isinstance(argument, int) else ("object", id(argument))
+def _keys(arguments: Sequence[Any]) -> list[object]:
+    """Return what identifies each argument: an integer by its value, anything else by the object."""
+    return [argument if isinstance(argument, int) else ("object", id(argument)) for argument in arguments]

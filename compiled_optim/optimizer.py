@@ -167,15 +167,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, of torch.optim's or of torch_npu's of the same name.
 
-        It belongs to the parameters the watched modules hold now, in their order. Load it after constructing a
-        scheduler, which sets the learning rate. As in torch.optim, hyperparameters are the checkpoint's, a parameter
-        without saved state starts fresh, and tensors that need no conversion are taken over, not copied.
-
-        States are moved to their parameter's device and converted to its dtype, with one difference to torch: a state
-        of a float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
-
-        What does not fit (other sizes or shapes, missing states, another optimizer's) raises ValueError, which names
-        the parameter or group, and changes nothing.
+        Works as in torch.optim, with two differences. What does not fit (other sizes or shapes, missing states,
+        another optimizer's) raises ValueError, which names the parameter or group, and changes nothing. A state of a
+        float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
         """
         state_dict = copy.copy(state_dict)  # for hooks to change, as in torch
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -253,12 +247,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         >>> comparison.largest < 1e-6
         True
         """
-        if not self.compile:
-            raise ValueError(
-                "compare_eager() compares a compiled step with an eager one, but this optimizer steps eagerly; "
-                "construct it with compile=True, and without COMPILED_OPTIM_EAGER in the environment"
-            )
-        self._comparison = comparison = Comparison()
+        self._comparison = comparison = Comparison(self.compile)
         try:
             yield comparison
         finally:
@@ -305,10 +294,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
                 self._comparison = None
                 self.last_grad_norm = stepper.compared_step(comparison, groups, state, unscale)
         except BaseException:
-            # the scaler would not remove its marks after a failure, and the next step would unscale twice
-            if "found_inf" in self.__dict__:
-                del self.found_inf
-                self.__dict__.pop("grad_scale", None)
+            amp.remove_marks(self.__dict__)
             raise
         finally:
             torch._C._set_grad_enabled(records)

@@ -111,7 +111,8 @@ Number: TypeAlias = float | Scalar
 class Tensors(list[Tensor]):
     """A list of tensors with elementwise operators; those that end in ``_`` and ``+=`` and the like work in place.
 
-    The other operand is a list of the same length, a hyperparameter, or a 0-dim tensor.
+    The other operand is a list of the same length, a hyperparameter, or a 0-dim tensor. (``getattr(other, "tensor",
+    other)`` is the 0-dim tensor of a :class:`Scalar`, and anything else as it is.)
 
     >>> p, g = Tensors([torch.ones(2), torch.ones(1)]), Tensors([torch.full((2,), 3.0), torch.zeros(1)])
     >>> p -= 0.5 * g
@@ -126,10 +127,10 @@ class Tensors(list[Tensor]):
         return Tensors(torch._foreach_sub(self, self._addend(other)))
 
     def __mul__(self, other: Any) -> Tensors:
-        return Tensors(torch._foreach_mul(self, _unwrap(other)))
+        return Tensors(torch._foreach_mul(self, getattr(other, "tensor", other)))
 
     def __truediv__(self, other: Any) -> Tensors:
-        return Tensors(torch._foreach_div(self, _unwrap(other)))
+        return Tensors(torch._foreach_div(self, getattr(other, "tensor", other)))
 
     def __neg__(self) -> Tensors:
         return Tensors(torch._foreach_neg(self))
@@ -154,11 +155,11 @@ class Tensors(list[Tensor]):
         return self
 
     def __imul__(self, other: Any) -> Tensors:
-        torch._foreach_mul_(self, _unwrap(other))
+        torch._foreach_mul_(self, getattr(other, "tensor", other))
         return self
 
     def __itruediv__(self, other: Any) -> Tensors:
-        torch._foreach_div_(self, _unwrap(other))
+        torch._foreach_div_(self, getattr(other, "tensor", other))
         return self
 
     def sqrt(self) -> Tensors:
@@ -208,7 +209,7 @@ class Tensors(list[Tensor]):
 
     def _addend(self, other: Any) -> Any:
         """Return the operand of a sum; ``_foreach_add`` would read a 0-dim tensor back to the host, so repeat it."""
-        other = _unwrap(other)
+        other = getattr(other, "tensor", other)
         return [other] * len(self) if isinstance(other, Tensor) else other
 
 

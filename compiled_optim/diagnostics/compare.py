@@ -41,7 +41,12 @@ class Comparison:
     ``differences`` has one entry for each parameter, in their order; ``largest`` is the largest of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = True) -> None:
+        if not compiled:
+            raise ValueError(
+                "compare_eager() compares a compiled step with an eager one, but this optimizer steps eagerly; "
+                "construct it with compile=True, and without COMPILED_OPTIM_EAGER in the environment"
+            )
         self.differences: tuple[Difference, ...] = ()
 
     @property

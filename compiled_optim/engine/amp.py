@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,3 +35,13 @@ def without_amp_scaling(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+
+def remove_marks(attributes: dict[str, Any]) -> None:
+    """Remove what a scaler has set on an optimizer.
+
+    The scaler does not do so after a step that raised, and the next step would unscale twice.
+    """
+    if "found_inf" in attributes:
+        del attributes["found_inf"]
+        attributes.pop("grad_scale", None)

@@ -13,7 +13,7 @@ from compiled_optim.backends import ArgumentSpec, Backend, Batch
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
-from compiled_optim.engine.sharding import ShardSpec, local_shard
+from compiled_optim.engine.sharding import ShardSpec, has_dtensor, local_shard
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
 from compiled_optim.storage import compute_dtype, storage_for
 from compiled_optim.tensors import sum_dtype
@@ -23,13 +23,15 @@ from compiled_optim.tensors import sum_dtype
 class Entry:
     """A parameter to be stepped, its index among all parameters, and whether the rule sees it by rows.
 
-    ``local`` is what this process holds of it: the parameter itself, or its shard.
+    ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
+    its gradient is used.
     """
 
     index: int
     name: str
     param: Tensor
     local: Tensor
+    grad_dtype: torch.dtype
     rows: bool
 
 
@@ -117,12 +119,15 @@ def make_buckets(
     optimizer = type(rule).__name__
     entries, owners, seen = [], [], set()
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
+    is_sharded = has_dtensor([param for _, param in numbered])
     for index, (number, param) in enumerate(numbered):
         grad = grads[index]
         # torch warns about a parameter listed twice; it is stepped once
         if grad is not None and id(param) not in seen:
             seen.add(id(param))
-            entry = Entry(index, names[index], param, local_shard(param), rule.rowwise and param.ndim > 1)
+            local = local_shard(param) if is_sharded else param
+            dtype, rows = layout.grad_dtype(local, grad), rule.rowwise and param.ndim > 1
+            entry = Entry(index, names[index], param, local, dtype, rows)
             check_can_step(optimizer, entry, grad)
             entries.append(entry)
             owners.append(number)
@@ -130,14 +135,14 @@ def make_buckets(
     buckets: dict[tuple[object, ...], Bucket] = {}
     programs = [rule.program(group, scaled) for group in groups]
     for entry, number, wave in zip(entries, owners, overlap_waves([e.local for e in entries]), strict=True):
-        program, grad = programs[number], grads[entry.index]
-        assert grad is not None
+        program = programs[number]
         existing = states.existing_states(state, entry.param, entry.name, program.states)
-        used = [layout.grad_dtype(entry.local, grad), entry.param.dtype]
-        used += [existing.get(name, entry.param).dtype for name in program.states]
-        dtypes = tuple(map(layout.real_dtype, used))
+        kept = [existing.get(name, entry.param).dtype for name in program.states]
+        dtypes = (entry.grad_dtype, entry.param.dtype, *kept)
+        if entry.param.is_complex():
+            dtypes = tuple(map(layout.real_dtype, dtypes))
         steps = states.steps_taken(state.get(entry.param, {}), rule.counts_steps, program.states)
-        shards = ShardSpec.from_tensor(entry.param)
+        shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
         key = (number, entry.local.device, dtypes, steps, wave, entry.rows, shards)
         if key not in buckets:
             backend = backend_for(entry.local.device)

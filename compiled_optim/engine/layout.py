@@ -62,7 +62,8 @@ def copy_like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | No
 
 def full_like(param: Tensor, value: float, rows: bool) -> Tensor:
     """Return a tensor with the parameter's working strides that holds one value, in both parts if complex."""
-    tensor = torch.empty_strided(param.shape, working_strides(param, rows), dtype=param.dtype, device=param.device)
+    strides = param.stride() if param.is_contiguous() else working_strides(param, rows)
+    tensor = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(value)
     return tensor
 

@@ -41,7 +41,7 @@ class BoundBucket:
             for values in owned:
                 values["step"] = self.counter
         kept = [
-            states.materialize_states(values, entry.param, initial, rows)
+            states.materialize_states(values, entry.param, entry.local, initial, rows)
             for values, entry in zip(owned, entries, strict=True)
         ]
         self.states = [tensor for tensors in kept for tensor in tensors]
@@ -108,7 +108,7 @@ class BoundBucket:
         rows = self.bucket.rows
         views: dict[int, Callable[[Tensor], Tensor]] = {}
         for i, (entry, grad) in enumerate(zip(self.bucket.entries, grads, strict=True)):
-            dtype = layout.grad_dtype(entry.local, grad)
+            dtype = entry.grad_dtype
             if grad.dtype != dtype or not layout.pairs_with(entry.local, grad, rows):
                 views[i] = partial(_converted_view, entry.local, rows, dtype)
             elif not self.bucket.backend.grads_by_address:

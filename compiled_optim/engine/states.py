@@ -60,16 +60,28 @@ def new_step_counter(steps: int) -> Tensor:
     return torch.tensor(float(steps), dtype=dtype, device="cpu")
 
 
-def materialize_states(values: dict[str, Any], param: Tensor, initial: Mapping[str, float], rows: bool) -> list[Tensor]:
-    """Create the states a parameter lacks, give the others its working layout, and return what this process holds."""
-    local = local_shard(param)
+def materialize_states(
+    values: dict[str, Any], param: Tensor, local: Tensor, initial: Mapping[str, float], rows: bool
+) -> list[Tensor]:
+    """Create the states a parameter lacks, give the others its working layout, and return what this process holds.
+
+    ``local`` is what this process holds of the parameter.
+    """
+    is_sharded = local is not param
+    found = []
     for name, value in initial.items():
         tensor = values.get(name)
-        if tensor is None:
-            values[name] = shard_like(param, layout.full_like(local, value, rows))
-        elif tensor.device != local.device or not layout.pairs_with(local, local_shard(tensor), rows):
-            values[name] = shard_like(param, layout.copy_like(local, local_shard(tensor), rows))
-    return [local_shard(values[name]) for name in initial]
+        held = local_shard(tensor) if is_sharded and tensor is not None else tensor
+        if held is None:
+            held = layout.full_like(local, value, rows)
+        elif held.device != local.device or not layout.pairs_with(local, held, rows):
+            held = layout.copy_like(local, held, rows)
+        else:
+            found.append(held)
+            continue
+        values[name] = shard_like(param, held) if is_sharded else held
+        found.append(held)
+    return found
 
 
 def convert_states(values: Mapping[str, Any], old: torch.dtype, param: Tensor) -> dict[str, Any]:

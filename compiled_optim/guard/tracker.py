@@ -99,8 +99,10 @@ class Tracker:
         moves = [] if self.modules_unchanged() else self._look_into_modules(names, numbers)
         left = {move.param for move in moves if all(heir is not move.param for heir in move.heirs)}
         for param, name in names.items():
-            if param in self._seen and param not in left:
-                change = compare(name, self._seen[param], Description.from_tensor(param))
+            before = self._seen.get(param)
+            now = Description.from_tensor(param) if before is not None and param not in left else before
+            if before is not None and now is not None and now != before:
+                change = compare(name, before, now)
                 if change is not None:
                     moves.append(Move(change, numbers[param], param, heirs=[param]))
         order = {param: i for i, param in enumerate(names)}

@@ -53,8 +53,8 @@ RMSpropTF      1
 Lion           1
 Adan           2
 AdamW clipped 11
-AdamP sharded   14
-Lamb sharded     8""",
+AdamP sharded 14
+Lamb sharded  10""",
     )
     for case, count in launches.items():
         few, some, two_phases = 3, 12, 16

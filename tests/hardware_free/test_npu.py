@@ -36,12 +36,12 @@ Adam float32              125
 Adam bfloat16             170
 AdamW float32             117
 AdamW bfloat16            152
-AdamP float32             398
-AdamP bfloat16            433
-Lamb float32              240
-Lamb bfloat16             275
-BertAdam float32          161
-BertAdam bfloat16         201
+AdamP float32             395
+AdamP bfloat16            430
+Lamb float32              233
+Lamb bfloat16             268
+BertAdam float32          154
+BertAdam bfloat16         194
 Adadelta float32          113
 Adadelta bfloat16         148
 RMSprop float32           106
@@ -54,10 +54,10 @@ Adan float32              194
 Adan bfloat16             249
 AdamW clipped float32     163
 AdamW clipped bfloat16    203
-AdamP sharded float32       487
-AdamP sharded bfloat16      534
-Lamb sharded float32        345
-Lamb sharded bfloat16       400""",
+AdamP sharded float32     484
+AdamP sharded bfloat16    531
+Lamb sharded float32      331
+Lamb sharded bfloat16     386""",
     )
     adamw = counts["AdamW float32"]
     assert_expected_inline(
