@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_optim as co
-from tests.helpers import params_of
-
-from .helpers import assert_same_state
+from tests.helpers import assert_same_state, params_of
 
 OPTIONS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-2, "weight_decay": 0.1}
 MOMENTS = ("exp_avg", "exp_avg_sq")
