@@ -1,9 +1,8 @@
-"""What the ranks do; each function runs on all of them, and returns what its test looks at."""
+"""What the ranks do. Each function runs on every rank and returns what its test checks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,76 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
 from catalog import CATALOG
-from tests.helpers import copies, distance, gradients, parameters
+from tests.helpers import copies, gradients, parameters
 
+from .shard_cases import columns, refusals, rows
+from .training import STEPS, alone, backward, farthest, model, on_ranks, sharded, whole
 from .world import warm_up
-
-STEPS = 10
 
 # the last two leave some ranks without a row
 SHAPES = [(8, 5), (7, 3), (6,), (5, 2, 3), (4, 6), (1, 4), (1,)]
-
-
-def model() -> nn.Module:
-    """Weights before a normalisation, whose gradients are orthogonal to them by channel and by layer; uneven rows."""
-    torch.manual_seed(0)
-    features = [nn.Conv2d(1, 5, 3, bias=False), nn.GroupNorm(5, 5), nn.Flatten()]
-    return nn.Sequential(*features, nn.Linear(20, 7), nn.LayerNorm(7), nn.Linear(7, 1))
-
-
-def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
-    """The model, sharded layer by layer."""
-    made = model()
-    for layer in made:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(made, mesh=mesh)
-
-
-def backward(made: nn.Module, step: int, mine: Sequence[int], ranks: int, scale: float = 1.0) -> None:
-    """Gradients of the loss on some ranks' shares of a batch that is the same for any number of ranks."""
-    batch = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(step))
-    for rank in mine:
-        (made(batch.chunk(ranks)[rank]).square().mean() * scale / len(mine)).backward()
-
-
-def train(made: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mine: Sequence[int], ranks: int) -> None:
-    for step in steps:
-        backward(made, step, mine, ranks)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def on_ranks(made: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
-    if isinstance(optimizer, co.Optimizer):
-        warm_up(optimizer)
-    train(made, optimizer, steps, [dist.get_rank()], dist.get_world_size())
-
-
-def whole(made: nn.Module) -> list[Tensor]:
-    return [param.full_tensor() if isinstance(param, DTensor) else param.detach() for param in made.parameters()]
-
-
-def farthest(some: list[Tensor], others: list[Tensor]) -> float:
-    return max(distance(a, b) for a, b in zip(some, others, strict=True))
-
-
-def alone(name: str, **options: Any) -> list[Tensor]:
-    """The parameters after training in one process, which adds up the gradients of all shares."""
-    made, ranks = model(), dist.get_world_size()
-    optimizer = getattr(co, name)(made, **{**CATALOG[name].distributed, **options})
-    train(made, optimizer, range(STEPS), range(ranks), ranks)
-    return whole(made)
 
 
 def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
@@ -205,113 +151,6 @@ def load(name: str, folder: Path) -> dict[str, Any]:
         type(value).__name__ for values in optimizer.state.values() for key, value in values.items() if key != "step"
     }
     return {"distance": farthest(whole(made), alone(name)), "steps": steps, "kinds": kinds}
-
-
-class Whitened(co.Optimizer):
-    """A rule that mixes the elements of a tensor without saying so."""
-
-    counts_steps = False
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "maximize": False}, compile=False)
-
-    @staticmethod
-    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            param.sub_(lr * grad / grad.norm())
-
-
-class WhitenedRows(Whitened):
-    """The same by rows, and only there."""
-
-    rowwise = True
-
-    @staticmethod
-    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            param.sub_(lr * (grad / grad.norm() if grad.ndim > 1 else grad))
-
-
-class Normalised(Whitened):
-    """Looks at rows one by one, so that shards of whole rows are enough."""
-
-    rowwise = True
-
-    @staticmethod
-    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            param.sub_(lr * grad / grad.abs().sum(-1, keepdim=True))
-
-
-def rows(folder: Path) -> list[float]:
-    """A rule by rows needs no all_reduce where shards are of whole rows."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    param = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
-    param.grad = distribute_tensor(torch.arange(1.0, 9.0).view(4, 2), mesh, [Shard(0)])
-    Normalised([param]).step()
-    values: list[float] = param.full_tensor().sum(1).tolist()
-    return values
-
-
-def refusals(folder: Path) -> dict[str, str]:
-    """What is refused, and how."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def param(placement: Any) -> nn.Parameter:
-        if isinstance(placement, Partial):
-            return nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [placement]))
-        return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
-
-    def mixed() -> None:
-        optimizer = co.SGD([("weight", plain := nn.Parameter(torch.ones(4, 4)))], compile=False)
-        plain.grad = torch.ones(4, 4)
-        optimizer.step()
-        other = param(Shard(0))
-        other.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        stateful = co.AdamW([("weight", other)], compile=False)
-        stateful.state[other]["exp_avg"] = torch.zeros(4, 4)
-        stateful.step()
-
-    def placed_otherwise() -> None:
-        other = param(Shard(0))
-        optimizer = co.AdamW([("weight", other)], compile=False)
-        other.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        optimizer.step()
-        saved = optimizer.state_dict()
-        saved["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
-        optimizer.load_state_dict(saved)
-
-    attempts = {
-        "rows cut": lambda: co.AdamP([("weight", param(Shard(1)))]),
-        "partial": lambda: co.AdamW([("weight", param(Partial()))]),
-        "no all_reduce": lambda: Whitened([("weight", param(Shard(0)))]),
-        "no all_reduce, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),
-        "state not split": mixed,
-        "state split otherwise": placed_otherwise,
-    }
-    answers = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-            answers[name] = "nothing was raised"
-        except (ValueError, TypeError) as error:
-            answers[name] = str(error)
-    return answers
-
-
-def columns(folder: Path) -> float:
-    """Lamb over columns, as tensor parallelism cuts, and gradients that are still to be added up over ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    twin = nn.Parameter(parameters([(4, 6)])[0].detach())
-    param = nn.Parameter(distribute_tensor(twin.detach().clone(), mesh, [Shard(1)]))
-    optimizer = co.Lamb([param], **CATALOG["Lamb"].distributed, compile=False)
-    reference = CATALOG["Lamb"].reference([twin], **CATALOG["Lamb"].distributed)
-    for (grad,) in gradients([twin], 3):
-        twin.grad = grad
-        param.grad = DTensor.from_local(grad / dist.get_world_size(), mesh, [Partial()])
-        optimizer.step()
-        reference.step()
-    return farthest([param.full_tensor()], [twin])
 
 
 def watched(folder: Path) -> dict[str, Any]:
