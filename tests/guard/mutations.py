@@ -20,7 +20,7 @@ class World(CheckedWorld):
     """A world with one method for each mutation."""
 
     def backward(self, skip: str = "") -> None:
-        """New gradients, DDP-style views of one flat buffer; one parameter may be left out."""
+        """Assign new gradients, views of one flat buffer as with DDP; the parameter ``skip`` gets none."""
         names = [name for name in self.names() if name != skip]
         for name in self.names():
             self.param(name).grad = self.places[name].grad = None
@@ -37,7 +37,7 @@ class World(CheckedWorld):
         param = self.param(name)
         grad = self.random(tuple(reversed(param.shape)))
         odd = grad.permute(*reversed(range(param.ndim)))
-        if param.device.type != "cpu":  # knows no other strides
+        if param.device.type != "cpu":  # the test device has contiguous tensors only
             odd = odd.contiguous()
         param.grad = None
         param.grad = odd.to(param.device, param.dtype)
@@ -47,14 +47,14 @@ class World(CheckedWorld):
         self.param(name).grad = self.places[name].grad = None
 
     def values_in_place(self, name: str) -> None:
-        if name in self.disturbed:  # only by its values is a new object known to be the old one on another device
+        if name in self.disturbed:  # the guard recognises a parameter moved to another device by its values
             return
         with torch.no_grad():
             self.param(name).mul_(0.5).add_(0.25)
         self.places[name].value = (self.places[name].value * 0.5).add_(0.25)
 
     def new_data(self, name: str) -> None:
-        if self.param(name).device.type == "cpu":  # else it has no address
+        if self.param(name).device.type == "cpu":  # tensors of the test device have no address
             self.param(name).data = self.param(name).data.clone()
             self.disturbed.add(name)
 
@@ -89,7 +89,8 @@ class World(CheckedWorld):
             self.disturbed |= {name for name, address in before.items() if self.param(name).data_ptr() != address}
 
     def cast(self, method: str) -> None:
-        # between devices, casts there and back leave no trace but the address, or one too many for the values to tell
+        # the guard recognises a parameter moved between devices by its values; casts there and back may leave them
+        # unchanged, or change them too much
         if self.disturbed and {self.device().type, self.home} != {"cpu"}:
             return
         dtype = DTYPES[method]
@@ -107,7 +108,7 @@ class World(CheckedWorld):
         self.disturbed.add(name)
 
     def remove(self, name: str) -> None:
-        if self.policy == "raise":  # it would stay removed for a step, and names are compared
+        if self.policy == "raise":  # the error would name it, and refused() expects the names in disturbed
             return
         if len(self.names()) > 1:
             self.set(name, None)
@@ -115,7 +116,7 @@ class World(CheckedWorld):
             place.start_afresh(torch.zeros(place.value.shape, dtype=place.value.dtype))
 
     def put_back(self, name: str) -> None:
-        """Add a parameter where one is missing; it is noticed only if the removal was."""
+        """Add a parameter where one was removed, after a step that notices the removal."""
         if self.get(name) is None:
             self.step()
             place = self.places[name]
@@ -145,7 +146,7 @@ class World(CheckedWorld):
             self.places[name] = place
 
     def move_states(self, name: str) -> None:
-        """State tensors replaced, and moved under the same object, by the user."""
+        """Replace one state tensor by a new object, and assign new memory to another through ``.data``."""
         state = self.optimizer.state.get(self.param(name), {})
         if "exp_avg" in state and not self.disturbed and self.param(name).device.type == "cpu":
             state["exp_avg"] = state["exp_avg"] * 1.5
@@ -161,7 +162,7 @@ class World(CheckedWorld):
         self.net, self.optimizer = copy.deepcopy((self.net, self.optimizer))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         assert [group["lr"] for group in self.optimizer.param_groups] == lr
-        for name in self.names():  # torch does not copy gradients along with a parameter of its own
+        for name in self.names():  # deepcopy of a parameter does not copy its gradient
             grad = self.param(name).grad
             self.places[name].grad = None if grad is None else grad.detach().cpu().clone()
 
@@ -178,7 +179,7 @@ class World(CheckedWorld):
                 self.places[name] = Place(param, number)
 
     def to(self, device: str) -> None:
-        # to the device and back to the CPU between two steps looks like new parameters with equal values, and is
+        # moving to the device and back between two steps makes new parameters with equal values: not tested
         if self.device().type != device and not device == self.home == "cpu":
             self.net.to(device)
             self.disturbed |= set(self.names())
@@ -212,7 +213,7 @@ PLACES = ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]
 
 
 def play(world: World, moves: list[tuple[int, int]]) -> None:
-    """Make the moves, each a number of a mutation and of a place, with gradients and a step in between."""
+    """Apply the mutations between a first and two last steps; a move is the number of a mutation and of a place."""
     actions = [(mutation, ()) for mutation in WITHOUT_ARGUMENT]
     actions += [(mutation, (None,)) for mutation in WITH_NAME]
     actions += [(World.cast, (method,)) for method in DTYPES]

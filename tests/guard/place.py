@@ -25,7 +25,7 @@ class Place:
         self.steps = 0
         self.states: dict[str, Tensor] = {}
         self.seen = value.dtype
-        self.tolerance = TOLERANCES[value.dtype]  # of the coarsest dtype that ever rounded it
+        self.tolerance = TOLERANCES[value.dtype]  # that of the coarsest dtype the value was ever rounded to
 
     def cast(self, dtype: torch.dtype) -> None:
         self.value = self.value.to(dtype)
@@ -33,7 +33,7 @@ class Place:
         self.tolerance = max(self.tolerance, TOLERANCES[dtype])
 
     def follow(self) -> None:
-        """States are cast by the step that sees the new dtype."""
+        """Cast the states to the new dtype, as the first step after the cast does."""
         self.states = {
             name: state.to(self.value.dtype) if state.dtype == self.seen else state
             for name, state in self.states.items()

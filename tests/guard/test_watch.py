@@ -90,7 +90,7 @@ def test_raise_leaves_everything_and_can_be_mended(compiled):
     train(net, optimizer)
     assert int(optimizer.state[weight]["step"]) == 2
     net[2].weight = nn.Parameter(torch.ones(2, 4))
-    optimizer.on_realloc = "recompile"  # the other way out the message names
+    optimizer.on_realloc = "recompile"  # the other remedy in the message
     train(net, optimizer)
     assert net[2].weight in optimizer.state
 
@@ -111,7 +111,7 @@ def test_only_watched_modules_and_held_parameters_count(compiled):
     train(net, optimizer)
     optimizer.watch(net)
     optimizer.watch(net)
-    net[2].weight = nn.Parameter(torch.ones(2, 4))  # not the optimizer's
+    net[2].weight = nn.Parameter(torch.ones(2, 4))  # not a parameter of the optimizer
     train(net, optimizer)
     net[0].bias = None
     with pytest.raises(co.ReallocationError, match=r"parameter '0\.bias'"):
@@ -132,7 +132,7 @@ def test_several_modules_are_told_apart(compiled):
     with pytest.raises(co.ReallocationError) as error:
         optimizer.step()
     assert [c.parameter for c in error.value.changes] == ["parameter 'Linear.weight'", "parameter 'Bilinear.bias'"]
-    one.bias, two.bias = None, one.bias  # handed over is not removed
+    one.bias, two.bias = None, one.bias  # moved to another module, so not removed
     optimizer.on_realloc = "recompile"
     optimizer.step()
     assert held(optimizer) == [id(p) for p in (one.weight, two.bias, two.weight)]
@@ -147,7 +147,7 @@ def test_tied_parameters(compiled):
     train(net, optimizer)
     assert held(optimizer) == [id(shared), id(net.head.weight)]
     assert [int(optimizer.state[p]["step"]) for p in net.parameters()] == [3, 1]
-    net.head.weight = shared  # tied again: the other one goes
+    net.head.weight = shared  # tied again: the other parameter is dropped
     train(net, optimizer)
     assert held(optimizer) == [id(shared)]
     assert int(optimizer.state[shared]["step"]) == 4

@@ -16,7 +16,7 @@ from .watching import held, model, train
 
 
 def test_loading_model_and_optimizer_with_assigned_parameters(compiled):
-    """``load_state_dict(assign=True)`` makes new parameters; a checkpoint loaded after it is theirs."""
+    """``load_state_dict(assign=True)`` makes new parameters. A checkpoint loaded afterwards applies to them."""
     net = model()
     optimizer = co.AdamW(net, lr=0.1, compile=compiled)
     train(net, optimizer, steps=2)

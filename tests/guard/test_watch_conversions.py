@@ -72,12 +72,12 @@ def test_a_converted_module_takes_its_moments_along(conversion, compiled):
     weight, before = net[0].weight, optimizer.state[net[0].weight]["exp_avg"].clone()
     net.double()
     assert (net[0].weight is weight) == (conversion != "overwrite")
-    # on a copy in double precision from the same point: torch
+    # reference: torch.optim on a double precision copy, from the same parameters and states
     twin_net.double().load_state_dict(net.state_dict())
     twin = torch.optim.AdamW(twin_net.parameters(), lr=0.1)
     twin.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
-    optimizer.step()  # no gradients: follows all the same
+    optimizer.step()  # a step without gradients converts the states too
     assert torch.equal(optimizer.state[net[0].weight]["exp_avg"], before.double()), "bit for bit"
     train(net, optimizer, steps=3, seed=1)
     train(twin_net, twin, steps=3, seed=1)
@@ -99,7 +99,7 @@ def test_a_converted_module_is_refused(conversion, compiled):
 
 
 def test_overwritten_without_a_copy(conversion, compiled):
-    """``.float()`` of a float32 module under "overwrite": new objects over the same memory."""
+    """With "overwrite", ``.float()`` of a float32 module makes new parameter objects with the same memory."""
     net = model()
     optimizer = co.AdamW(net, lr=0.1, compile=compiled)
     train(net, optimizer)
@@ -119,7 +119,7 @@ def test_a_new_parameter_under_overwrite_starts_afresh(overwriting, compiled):
 
 
 def test_tied_parameters_that_a_conversion_unties(overwriting, compiled):
-    """torch makes two of one; each goes on with the moments, in memory of its own."""
+    """torch makes two parameters of one. Each keeps the moments, in separate memory."""
     net = Tied()
     optimizer = co.AdamW(net, lr=0.1, compile=compiled)
     train(net, optimizer)

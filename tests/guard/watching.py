@@ -1,4 +1,4 @@
-"""Modules, training and questions to an optimizer that the tests of watched modules share."""
+"""Modules, a training loop and queries of an optimizer, shared by the tests of watched modules."""
 
 from __future__ import annotations
 

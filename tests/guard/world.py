@@ -54,7 +54,7 @@ class CheckedWorld:
         return next(self.net.parameters()).device
 
     def copyable(self) -> bool:
-        """Tensors of the test device cannot be copied with deepcopy."""
+        """Return whether deepcopy works: it fails for tensors of the test device."""
         return all(param.device.type == "cpu" for param in params_of(self.optimizer))
 
     def step(self) -> None:
