@@ -25,7 +25,7 @@ from .shard_cases import columns, refusals, rows
 from .training import STEPS, alone, backward, farthest, model, on_ranks, sharded, whole
 from .world import warm_up
 
-# the last two leave some ranks without a row
+# with the last two, some ranks have an empty shard
 SHAPES = [(8, 5), (7, 3), (6,), (5, 2, 3), (4, 6), (1, 4), (1,)]
 
 
@@ -45,7 +45,7 @@ def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None = None, **options: Any) -> float:
-    """Return the distance from the reference, for gradients of which some are orthogonal to their weights."""
+    """Return the distance from the reference; some gradients are orthogonal to their weights."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     twins = parameters(SHAPES)
@@ -56,10 +56,10 @@ def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None 
     warm_up(optimizer)
     for grads in gradients(twins, STEPS):
         with torch.no_grad():
-            for place in (0, 3):  # row by row
+            for place in (0, 3):  # orthogonal row by row
                 flat, rows = grads[place].view(len(grads[place]), -1), twins[place].view(len(twins[place]), -1)
                 flat -= (flat * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
-            grads[4] -= (grads[4] * twins[4]).sum() / twins[4].square().sum() * twins[4]  # only as a whole
+            grads[4] -= (grads[4] * twins[4]).sum() / twins[4].square().sum() * twins[4]  # orthogonal only as a whole
         for param, twin, grad in zip(params, twins, grads, strict=True):
             param.grad, twin.grad = distribute_tensor(grad, mesh, placements), grad
         reference.step()
@@ -83,12 +83,12 @@ def clipped(folder: Path) -> dict[str, float]:
 
 
 def scaled(folder: Path) -> dict[str, Any]:
-    """An overflow in the shard of one rank skips the step on all; other steps equal those without a scaler."""
+    """An overflow in one rank's shard skips the step on all ranks. Other steps are the same as without a scaler."""
     made, twin = sharded(), model()
     optimizer, reference = co.AdamW(made, lr=0.01), torch.optim.AdamW(twin.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     ranks = dist.get_world_size()
-    scaler.scale(torch.zeros(()))  # the scaler makes its scale when it is first used
+    scaler.scale(torch.zeros(()))  # the scaler creates its scale at its first use
     for step in range(4):
         backward(made, step, [dist.get_rank()], ranks, scaler.get_scale())
         if step == 1 and dist.get_rank() == 0:
@@ -111,7 +111,7 @@ def ddp(name: str, folder: Path) -> dict[str, Any]:
 
 
 def zero_redundancy(folder: Path) -> float:
-    """Each rank's part of the optimizer steps parameters of its own."""
+    """Train with ZeroRedundancyOptimizer: each rank steps other parameters."""
     made = DistributedDataParallel(model())
     optimizer = ZeroRedundancyOptimizer(made.parameters(), optimizer_class=co.AdamW, **CATALOG["AdamW"].distributed)
     on_ranks(made, optimizer)
@@ -130,7 +130,7 @@ def hybrid_shards(name: str, folder: Path) -> float:
 
 
 def save(name: str, folder: Path) -> None:
-    """Half of the training, saved."""
+    """Train for half of the steps, then save a checkpoint."""
     made = sharded()
     optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     on_ranks(made, optimizer, range(STEPS // 2))
@@ -139,7 +139,7 @@ def save(name: str, folder: Path) -> None:
 
 
 def load(name: str, folder: Path) -> dict[str, Any]:
-    """The other half, on another number of ranks."""
+    """Load the checkpoint on another number of ranks, then train for the other half of the steps."""
     made = sharded()
     optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     weights, state = get_state_dict(made, optimizer)
@@ -154,13 +154,13 @@ def load(name: str, folder: Path) -> dict[str, Any]:
 
 
 def watched(folder: Path) -> dict[str, Any]:
-    """FSDP swaps a module's parameters during forward and backward; only what moved for good is an event."""
+    """FSDP swaps a module's parameters during forward and backward. Only a lasting change of memory is an event."""
     made = sharded()
     optimizer = co.AdamW(made, compile=False)
     same_plan = []
     for step in range(3):
         loss = made(torch.ones(4, 1, 4, 4)).square().mean()
-        optimizer.zero_grad()  # while the root's parameters are whole
+        optimizer.zero_grad()  # while the root's parameters are unsharded
         plan = optimizer._stepper._plan
         loss.backward()
         optimizer.step()

@@ -22,7 +22,7 @@ from .training import farthest
 
 
 class Whitened(co.Optimizer):
-    """A rule that mixes the elements of a tensor without saying so."""
+    """A rule that mixes the elements of a tensor, but neither sets rowwise nor calls all_reduce."""
 
     counts_steps = False
 
@@ -36,7 +36,7 @@ class Whitened(co.Optimizer):
 
 
 class WhitenedRows(Whitened):
-    """The same by rows, and only there."""
+    """A rowwise rule that mixes the rows of a tensor without all_reduce."""
 
     rowwise = True
 
@@ -47,7 +47,7 @@ class WhitenedRows(Whitened):
 
 
 class Normalised(Whitened):
-    """Looks at rows one by one, so that shards of whole rows are enough."""
+    """A rowwise rule that uses each row by itself, so that shards of whole rows are enough."""
 
     rowwise = True
 
@@ -58,7 +58,7 @@ class Normalised(Whitened):
 
 
 def rows(folder: Path) -> list[float]:
-    """A rule by rows needs no all_reduce where shards are of whole rows."""
+    """A rowwise rule needs no all_reduce if each shard has whole rows."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     param = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.arange(1.0, 9.0).view(4, 2), mesh, [Shard(0)])
@@ -68,7 +68,7 @@ def rows(folder: Path) -> list[float]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is refused, and how."""
+    """Return the error message for each kind of parameter, rule or state that is refused."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def param(placement: Any) -> nn.Parameter:
@@ -114,7 +114,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def columns(folder: Path) -> float:
-    """Lamb over columns, as tensor parallelism cuts, and gradients that are still to be added up over ranks."""
+    """Step Lamb on a tensor sharded by columns, as in tensor parallelism, with gradients that are Partial."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twin = nn.Parameter(parameters([(4, 6)])[0].detach())
     param = nn.Parameter(distribute_tensor(twin.detach().clone(), mesh, [Shard(1)]))

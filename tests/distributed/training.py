@@ -22,14 +22,17 @@ STEPS = 10
 
 
 def model() -> nn.Module:
-    """Weights before a normalisation, whose gradients are orthogonal to them by channel and by layer; uneven rows."""
+    """Return a model whose rows do not divide evenly among the ranks.
+
+    A normalisation after a layer makes gradients orthogonal to their weights, by channel and by layer.
+    """
     torch.manual_seed(0)
     features = [nn.Conv2d(1, 5, 3, bias=False), nn.GroupNorm(5, 5), nn.Flatten()]
     return nn.Sequential(*features, nn.Linear(20, 7), nn.LayerNorm(7), nn.Linear(7, 1))
 
 
 def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
-    """The model, sharded layer by layer."""
+    """Return the model with fully_shard applied to each layer."""
     made = model()
     for layer in made:
         if any(True for _ in layer.parameters()):
@@ -38,7 +41,10 @@ def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def backward(made: nn.Module, step: int, mine: Sequence[int], ranks: int, scale: float = 1.0) -> None:
-    """Gradients of the loss on some ranks' shares of a batch that is the same for any number of ranks."""
+    """Compute the gradients of the loss on the parts of the batch that belong to the ranks ``mine``.
+
+    The whole batch is the same for any number of ranks.
+    """
     batch = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(step))
     for rank in mine:
         (made(batch.chunk(ranks)[rank]).square().mean() * scale / len(mine)).backward()
@@ -66,7 +72,7 @@ def farthest(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 def alone(name: str, **options: Any) -> list[Tensor]:
-    """The parameters after training in one process, which adds up the gradients of all shares."""
+    """Return the parameters after training in one process, which accumulates the gradients of all ranks."""
     made, ranks = model(), dist.get_world_size()
     optimizer = getattr(co, name)(made, **{**CATALOG[name].distributed, **options})
     train(made, optimizer, range(STEPS), range(ranks), ranks)
