@@ -13,7 +13,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum
 
 from .torch_database import DatabaseTestCase, compiled_and_eager, configurations, ours, parameters, run, theirs
 
-# error inputs of the database and what ours do instead of that error: None if it just works
+# error inputs of the database for which our classes raise another error, or none (None)
 OF_ADAM = {
     "lr as Tensor doesn't work with foreach & not capturable": None,
     r"betas\[0\] as a Tensor is not supported for capturable=False and foreach=True": None,
@@ -24,7 +24,7 @@ OTHERWISE = {"SGD": {}, "Adam": OF_ADAM, "AdamW": OF_ADAM}
 
 
 def error_inputs(info, dtype):
-    """The error inputs for the CPU and for CUDA, whose sample tensors can be had only as fakes here."""
+    """Return the error inputs for the CPU and for CUDA; those for CUDA are made with fake tensors."""
     with FakeTensorMode():
         cuda = info.optim_error_inputs_func("cuda", dtype)
     for error in cuda:
@@ -42,7 +42,7 @@ class TestConstruction(DatabaseTestCase):
             params = [Parameter(torch.ones(1, 1))] if case.params is None else case.params
             raised = None
             with warnings.catch_warnings():
-                # the one about duplicates is listed as an error
+                # the database lists the warning about duplicate parameters as an error
                 warnings.simplefilter("error")
                 try:
                     ours(optim_info, params, compile, **case.kwargs)
@@ -84,7 +84,7 @@ class TestConstruction(DatabaseTestCase):
         for kwargs in configurations(optim_info, ["cpu"]):
             params = parameters(dtype)
             optimizer, twin = ours(optim_info, params, compile, **kwargs), theirs(optim_info, params, **kwargs)
-            # ours has "capturable" in SGD too
+            # our SGD also has "capturable"
             assert set(repr(twin).splitlines()) <= set(repr(optimizer).splitlines())
             run(optimizer, params, range(1))
             assert optim_info.name in repr(optimizer)

@@ -22,7 +22,7 @@ class TestCopies(DatabaseTestCase):
         for kwargs, route in itertools.product(configurations(optim_info), OPTIMIZER_ROUTES.values()):
             params = parameters(dtype)
             optimizer = ours(optim_info, params, compile, **kwargs, on_realloc="raise")
-            # before its first step, and in mid-training
+            # before the first step, and after three steps
             for start in (0, 3):
                 copied, copied_params = route((optimizer, params))
                 assert type(copied) is type(optimizer)
@@ -48,7 +48,7 @@ class TestCopies(DatabaseTestCase):
         for route in OPTIMIZER_ROUTES.values():
             copied = public(route(optimizer))
             assert copied.keys() == public(optimizer).keys()
-            # keyed by tensors, which compare by identity
+            # the keys of the state are tensors, which compare by identity
             unkeyed = {**public(optimizer), "state": list(optimizer.state.values())}
             self.assert_same({**copied, "state": list(copied["state"].values())}, unkeyed)
 
@@ -60,7 +60,7 @@ class TestCopies(DatabaseTestCase):
             optimizer = ours(optim_info, params, compile, backend=name)
             run(optimizer, params, range(2))
             copied, copied_params = route((optimizer, params))
-            # a backend is a service: the copy's is the same one, with all that was compiled
+            # the copy shares the backend, and with it all compiled units
             assert copied.backend is optimizer.backend
             run(copied, copied_params, range(2, 4))
             run(optimizer, params, range(2, 4))

@@ -27,7 +27,7 @@ class TestHooks(DatabaseTestCase):
 
         pre = optimizer.register_state_dict_pre_hook(mark)
         assert optimizer.state_dict()["state"]["mark"] == 1
-        # a mark in the state is nobody's parameter, and in no one's way
+        # a key of the state that is not a parameter does not affect a step
         run(optimizer, params, range(1))
         plain = {**plain, "state": {i: {**optimizer.state[param]} for i, param in enumerate(params)}}
         post = optimizer.register_state_dict_post_hook(unmark)
@@ -88,7 +88,7 @@ class TestHooks(DatabaseTestCase):
 
         def note(what):
             def hook(opt, args, kwargs):
-                # args holds the optimizer too
+                # args also has the optimizer
                 calls.append((what, opt is optimizer, len(args), sorted(kwargs)))
 
             return hook

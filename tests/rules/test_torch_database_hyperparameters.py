@@ -47,7 +47,7 @@ class TestHyperparameters(DatabaseTestCase):
                 run(twin, twin_params, steps)
                 self.assert_same(*pair)
                 self.assert_parity(pair[0], twin_params)
-                # the tensor is the user's: never copied, never written; what they write counts from the next step on
+                # the optimizer keeps the tensor of the user and never writes to it; the next step uses its new value
                 assert by_tensor.param_groups[0]["lr"] is lr
                 lr.mul_(0.5)
                 by_number.param_groups[0]["lr"] = twin.param_groups[0]["lr"] = lr.item()
@@ -61,7 +61,7 @@ class TestHyperparameters(DatabaseTestCase):
             pair = parameters(dtype), parameters(dtype)
             optimizers = []
             for params, make in zip(pair, both(optim_info, compile), strict=True):
-                # the last parameter but one has a gradient but is nobody's
+                # params[2] has a gradient, but is in no group
                 optimizers.append(make([{"params": params[0], **own}, {"params": [params[1], params[3]]}], **kwargs))
                 run(optimizers[-1], params, range(10))
             self.assert_parity(*pair)

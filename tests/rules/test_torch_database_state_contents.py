@@ -47,7 +47,7 @@ class TestStateContents(DatabaseTestCase):
 
     @compiled_and_eager
     def test_loading_casts_states_to_the_parameter_but_not_the_step(self, device, dtype, optim_info, compile):
-        # float32 values in double, so that the cast loses nothing, and in another order of dimensions
+        # float32 values stored as float64, so that the cast back is exact, and with other strides
         pair = parameters(dtype), parameters(dtype)
         reference, optimizer = (ours(optim_info, params, compile, **STATEFUL[optim_info.name]) for params in pair)
         run(reference, pair[0], range(6))
@@ -88,7 +88,7 @@ class TestStateContents(DatabaseTestCase):
         unnamed_state = copy.deepcopy(named.state_dict())
         del unnamed_state["param_groups"][0]["param_names"]
         renamed = ["other." + name for name in names]
-        # what is loaded, into what, and the names afterwards: those in the state dict, else those that were there
+        # state dict, parameters of the optimizer, expected names: those of the state dict if it has any
         table = [
             (named.state_dict(), params, names),
             (named.state_dict(), other_names, names),
@@ -105,7 +105,7 @@ class TestStateContents(DatabaseTestCase):
             run(optimizer, params, range(2, 4))
             assert optimizer.state_dict()["param_groups"][0].get("param_names") == expected
             results.append(copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"])))
-        # names change nothing else
+        # names do not affect the results
         for result in results[1:]:
             self.assert_same(result, results[0])
 

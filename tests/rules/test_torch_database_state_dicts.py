@@ -22,7 +22,7 @@ from .torch_database import (
     theirs,
 )
 
-# flags of torch's optimizers that came later than the first checkpoints, beside those that the database names
+# flags that older versions of torch.optim did not have, in addition to those in the database
 OLDER_FLAGS = ("amsgrad", "nesterov", "decoupled_weight_decay")
 
 
@@ -34,10 +34,10 @@ class TestStateDicts(DatabaseTestCase):
             optimizer, twin = ours(optim_info, pair[0], compile, **kwargs), theirs(optim_info, pair[1], **kwargs)
             run(optimizer, pair[0], range(2))
             run(twin, pair[1], range(2))
-            # as in torch, a parameter that needs no state is not in the state
+            # as in torch, a parameter without state has no entry
             assert {} not in list(optimizer.state.values())
             self.assert_parity(optimizer.state_dict()["state"], twin.state_dict()["state"])
-            # torch counts in each parameter's own step tensor
+            # as in torch, each parameter has its own step tensor
             steps = [state["step"] for state in optimizer.state_dict()["state"].values() if "step" in state]
             assert len({step.data_ptr() for step in steps}) == len(steps)
 
@@ -48,7 +48,7 @@ class TestStateDicts(DatabaseTestCase):
             listed = [(f"p{i}", param) for i, param in enumerate(params)] if named else params
             return ours(optim_info, listed, compile, **kwargs)
 
-        # into an optimizer that is new, and into one that has stepped (on other gradients)
+        # load into a new optimizer, or into one that has stepped with other gradients
         steps_before = 2 if named else 0
         for kwargs in configurations(optim_info):
             reference_params = parameters(dtype)
@@ -67,7 +67,7 @@ class TestStateDicts(DatabaseTestCase):
                 run(second, second_params, range(4, 8))
                 self.assert_same(second_params, reference_params)
                 self.assert_same(second.state_dict(), reference.state_dict())
-                # a group that is listed twice looks the same twice
+                # a group that is listed twice is saved twice
                 second.param_groups.extend(second.param_groups)
                 self.assert_same(*second.state_dict()["param_groups"])
 
@@ -79,7 +79,7 @@ class TestStateDicts(DatabaseTestCase):
         for kwargs, route in itertools.product(configurations(optim_info, ["cpu"]), STATE_DICT_ROUTES.values()):
             params, expected = parameters(dtype), parameters(dtype)
             first, reference = make_first(params, **kwargs), theirs(optim_info, expected, **kwargs)
-            # what was saved counts, not what the second was constructed with
+            # the saved lr replaces the one of the constructor
             second = make_second(params, **{**kwargs, "lr": 123.0})
             run(reference, expected, range(8))
             run(first, params, range(4))
@@ -89,7 +89,7 @@ class TestStateDicts(DatabaseTestCase):
             self.assert_parity(states(second, params), states(reference, expected))
 
     def check_older_state_dict(self, optim_info, compile, kwargs):
-        """Load a state dict made before there were some flags, and compare with what torch makes of it."""
+        """Load a state dict without the flags that older versions did not have, and compare with torch."""
         pair = parameters(), parameters()
         optimizer, twin = ours(optim_info, pair[0], compile, **kwargs), theirs(optim_info, pair[1], **kwargs)
         for opt, params in ((optimizer, pair[0]), (twin, pair[1])):
@@ -99,7 +99,7 @@ class TestStateDicts(DatabaseTestCase):
                 old["param_groups"][0].pop(flag, None)
             opt.load_state_dict(old)
             run(opt, params, range(3, 6))
-        # what is None in one and False in the other is off in both
+        # a flag may be None here and False in torch, or the reverse: both mean off
         flags = [name for name, value in twin.param_groups[0].items() if value is None or isinstance(value, bool)]
         on = [{name for name in flags if opt.param_groups[0][name]} for opt in (optimizer, twin)]
         assert on[0] == on[1]
@@ -113,7 +113,7 @@ class TestStateDicts(DatabaseTestCase):
 
     @compiled_and_eager
     def test_flag_that_an_older_state_dict_lacks_is_off(self, device, dtype, optim_info, compile):
-        # as it was in the run that made the state dict, whatever the constructor was told now
+        # it was off in the run that saved the state dict, and the value of the constructor does not matter
         for kwargs in configurations(optim_info, ["cpu"]):
             if any(value is True for value in kwargs.values()):
                 self.check_older_state_dict(optim_info, compile, kwargs)

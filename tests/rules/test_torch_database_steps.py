@@ -1,4 +1,4 @@
-"""torch's optimizer database: every configuration steps as the class of torch.optim does."""
+"""torch's optimizer database: with every configuration, a step gives the same result as in torch.optim."""
 
 import copy
 import itertools
@@ -46,7 +46,7 @@ class TestSteps(DatabaseTestCase):
             run(switched, pair[0], range(3))
             run(ours(optim_info, pair[1], compile, **plain), pair[1], range(3))
             self.assert_same(*pair)
-            # kept, for torch.optim to find in a checkpoint
+            # the values are saved, so that torch.optim finds them in a checkpoint
             assert switches.items() <= switched.state_dict()["param_groups"][0].items()
             switched.zero_grad(set_to_none=False)
             assert all((param.grad == 0).all() for param in pair[0])
@@ -78,7 +78,7 @@ class TestSteps(DatabaseTestCase):
                 seen.append(torch.is_grad_enabled())
                 return closure()
 
-            # a caller's no_grad does not reach into the closure, and is still there after the step
+            # the closure runs with gradients enabled, and no_grad is in effect again after the step
             with torch.no_grad():
                 loss = optimizer.step(watched)
                 assert not torch.is_grad_enabled()
@@ -106,7 +106,7 @@ class TestSteps(DatabaseTestCase):
                 assert optimizer.step() is None
             self.assert_same(params, before)
             assert optimizer.state_dict()["state"] == {}
-            # after steps too: neither parameters nor states nor step counts move
+            # the same after some steps: parameters, states and step counts do not change
             run(optimizer, params, range(2))
             optimizer.zero_grad()
             before = copy.deepcopy((params, states(optimizer, params)))

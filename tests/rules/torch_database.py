@@ -1,13 +1,13 @@
-"""torch's own optimizer database, ``torch.testing._internal.common_optimizers``, drives our classes.
+"""Tests of our classes with torch's own optimizer database, ``torch.testing._internal.common_optimizers``.
 
-The database lists constructor arguments, erroneous ones and schedulers for each of torch's optimizers, and torch's
-test_optim puts its classes through them. Here ours go through the same, compiled and eager, beside the class of the
-same name in torch.optim.
+The database lists constructor arguments, invalid arguments and schedulers for each optimizer of torch.optim, and
+torch's test_optim.py uses it. The tests here use it for our classes, compiled and eager, and compare each with the
+class of the same name in torch.optim.
 
 What does not apply to us, and why:
 
-* Errors that are none here, or other ones (``OTHERWISE`` in test_torch_database_construction.py, a table that
-  ``test_constructor_errors`` keeps exact):
+* Inputs for which our classes raise no error, or another one. They are listed in ``OTHERWISE`` in
+  test_torch_database_construction.py, and ``test_constructor_errors`` keeps that table exact:
 
   - "lr as a Tensor is not supported for capturable=False and foreach=True", and the same of betas: hyperparameters
     reach a step as numbers in either case, and ``foreach`` and ``capturable`` have no effect;
@@ -56,7 +56,7 @@ INFOS = [
 
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 
-# enough momentum, decay and state for the tests that need only one configuration with state
+# options for the tests that need only one configuration, but with state
 STATEFUL = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Adam": {"weight_decay": 0.1}, "AdamW": {}}
 
 TOLERANCE = {torch.float32: 2e-6, torch.complex64: 2e-6, torch.float64: 1e-12, torch.complex128: 1e-12}
@@ -69,7 +69,7 @@ def saved_and_loaded(value, **options):
     return torch.load(buffer, **options)
 
 
-# the ways a state dict or a whole optimizer gets from one place to another
+# the ways to copy or save and load a state dict or a whole optimizer
 STATE_DICT_ROUTES = {
     "as it is": lambda saved: saved,
     "deepcopy": copy.deepcopy,
@@ -88,7 +88,7 @@ def compiled_and_eager(test):
 
 
 def configurations(info, devices=("cpu", "cuda", "mps")):
-    """The constructor arguments of the database: those for the CPU, then what other devices have beyond them."""
+    """Return the constructor arguments of the database: those for the CPU, then those only other devices have."""
     kwargs = [case.kwargs for device in devices for case in info.optim_inputs_func(device)]
     return list({repr(each): each for each in kwargs}.values())
 
@@ -98,24 +98,24 @@ def ours(info, params, compile, **kwargs):
 
 
 def theirs(info, params, **kwargs):
-    """torch.optim's class of the same name; tensors are copied, as schedulers write into a tensor lr."""
+    """Return an optimizer of torch.optim; tensor arguments are copied, because schedulers write to a tensor lr."""
     kwargs = {name: value for name, value in copy.deepcopy(kwargs).items() if name not in SWITCHES}
     return TORCH_INFOS[info.name].optim_cls(params, **kwargs)
 
 
 def both(info, compile):
-    """Ours and torch's, as functions of parameters or groups and the constructor's arguments."""
+    """Return two functions that construct our optimizer and torch's from parameters or groups and options."""
     return partial(ours, info, compile=compile), partial(theirs, info)
 
 
 def parameters(dtype=torch.float32, shapes=((10, 5), (10,), (), (0,))):
-    """The same parameters on every call."""
+    """Return new parameters, with the same values on every call."""
     generator = torch.Generator().manual_seed(0)
     return [Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in shapes]
 
 
 def run(optimizer, params, steps, schedulers=()):
-    """Steps with gradients that depend on the number of the step and nothing else."""
+    """Take steps with gradients that depend only on the number of the step."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for param in params:
@@ -131,7 +131,7 @@ def states(optimizer, params):
 
 
 def problem(dtype, contiguous=True):
-    """Two parameters, and a closure for the squared error of a linear map."""
+    """Return two parameters, and a closure that computes the squared error of a linear map."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(shape, dtype=dtype, generator=generator) for shape in ((10, 5, 2), (10, 2), (5,)))
     params = [Parameter(t[..., 0].clone() if contiguous else t[..., 0]) for t in (weight, bias)]
@@ -147,16 +147,16 @@ def problem(dtype, contiguous=True):
 
 
 class DatabaseTestCase(TestCase):
-    """Comparison of nested structures of tensors, equal to the bit or but for rounding."""
+    """Test case that compares nested structures of tensors, bit for bit or up to rounding."""
 
     def assert_same(self, actual, expected):
-        """Equal to the bit, tensors in nested structures included."""
+        """Assert that two nested structures of tensors are equal bit for bit."""
         self.assertEqual(actual, expected, rtol=0, atol=0)  # noqa: PT009
 
     def assert_parity(self, actual, expected, scale=0.0):
-        """Equal but for rounding, in the norm of each tensor; nested structures, dtypes and shapes to the letter.
+        """Assert that two nested structures have the same keys, dtypes and shapes, and tensors equal up to rounding.
 
-        What rounding is relative to is at least ``scale``.
+        The norm of a difference is compared with the norm of the expected tensor, or with ``scale`` if that is larger.
         """
         if isinstance(expected, Tensor):
             assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
@@ -165,7 +165,7 @@ class DatabaseTestCase(TestCase):
         elif isinstance(expected, dict):
             assert actual.keys() == expected.keys()
             for key in expected:
-                # gradients of either sign cancel in an average: what is rounded is larger than what is left
+                # gradients of opposite signs cancel in an average, but their rounding errors do not
                 self.assert_parity(actual[key], expected[key], 0.1 if key in ("exp_avg", "momentum_buffer") else 0.0)
         elif isinstance(expected, list | tuple):
             for one, other in zip(actual, expected, strict=True):
