@@ -1,9 +1,8 @@
-"""What the ranks do; each function runs on all of them, and returns what its test looks at."""
+"""What the ranks do. Each function runs on every rank and returns what its test checks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,76 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
 from catalog import CATALOG
-from tests.helpers import copies, distance, gradients, parameters
+from tests.helpers import copies, gradients, parameters
 
+from .shard_cases import columns, refusals, rows
+from .training import STEPS, alone, backward, farthest, model, on_ranks, sharded, whole
 from .world import warm_up
 
-STEPS = 10
-
-# the last two leave some ranks without a row
+# with the last two, some ranks have an empty shard
 SHAPES = [(8, 5), (7, 3), (6,), (5, 2, 3), (4, 6), (1, 4), (1,)]
-
-
-def model() -> nn.Module:
-    """Weights before a normalisation, whose gradients are orthogonal to them by channel and by layer; uneven rows."""
-    torch.manual_seed(0)
-    features = [nn.Conv2d(1, 5, 3, bias=False), nn.GroupNorm(5, 5), nn.Flatten()]
-    return nn.Sequential(*features, nn.Linear(20, 7), nn.LayerNorm(7), nn.Linear(7, 1))
-
-
-def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
-    """The model, sharded layer by layer."""
-    made = model()
-    for layer in made:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(made, mesh=mesh)
-
-
-def backward(made: nn.Module, step: int, mine: Sequence[int], ranks: int, scale: float = 1.0) -> None:
-    """Gradients of the loss on some ranks' shares of a batch that is the same for any number of ranks."""
-    batch = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(step))
-    for rank in mine:
-        (made(batch.chunk(ranks)[rank]).square().mean() * scale / len(mine)).backward()
-
-
-def train(made: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mine: Sequence[int], ranks: int) -> None:
-    for step in steps:
-        backward(made, step, mine, ranks)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def on_ranks(made: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
-    if isinstance(optimizer, co.Optimizer):
-        warm_up(optimizer)
-    train(made, optimizer, steps, [dist.get_rank()], dist.get_world_size())
-
-
-def whole(made: nn.Module) -> list[Tensor]:
-    return [param.full_tensor() if isinstance(param, DTensor) else param.detach() for param in made.parameters()]
-
-
-def farthest(some: list[Tensor], others: list[Tensor]) -> float:
-    return max(distance(a, b) for a, b in zip(some, others, strict=True))
-
-
-def alone(name: str, **options: Any) -> list[Tensor]:
-    """The parameters after training in one process, which adds up the gradients of all shares."""
-    made, ranks = model(), dist.get_world_size()
-    optimizer = getattr(co, name)(made, **{**CATALOG[name].distributed, **options})
-    train(made, optimizer, range(STEPS), range(ranks), ranks)
-    return whole(made)
 
 
 def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
@@ -99,7 +45,7 @@ def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None = None, **options: Any) -> float:
-    """Return the distance from the reference, for gradients of which some are orthogonal to their weights."""
+    """Return the distance from the reference; some gradients are orthogonal to their weights."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     twins = parameters(SHAPES)
@@ -110,10 +56,10 @@ def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None 
     warm_up(optimizer)
     for grads in gradients(twins, STEPS):
         with torch.no_grad():
-            for place in (0, 3):  # row by row
+            for place in (0, 3):  # orthogonal row by row
                 flat, rows = grads[place].view(len(grads[place]), -1), twins[place].view(len(twins[place]), -1)
                 flat -= (flat * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
-            grads[4] -= (grads[4] * twins[4]).sum() / twins[4].square().sum() * twins[4]  # only as a whole
+            grads[4] -= (grads[4] * twins[4]).sum() / twins[4].square().sum() * twins[4]  # orthogonal only as a whole
         for param, twin, grad in zip(params, twins, grads, strict=True):
             param.grad, twin.grad = distribute_tensor(grad, mesh, placements), grad
         reference.step()
@@ -137,12 +83,12 @@ def clipped(folder: Path) -> dict[str, float]:
 
 
 def scaled(folder: Path) -> dict[str, Any]:
-    """An overflow in the shard of one rank skips the step on all; other steps equal those without a scaler."""
+    """An overflow in one rank's shard skips the step on all ranks. Other steps are the same as without a scaler."""
     made, twin = sharded(), model()
     optimizer, reference = co.AdamW(made, lr=0.01), torch.optim.AdamW(twin.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     ranks = dist.get_world_size()
-    scaler.scale(torch.zeros(()))  # the scaler makes its scale when it is first used
+    scaler.scale(torch.zeros(()))  # the scaler creates its scale at its first use
     for step in range(4):
         backward(made, step, [dist.get_rank()], ranks, scaler.get_scale())
         if step == 1 and dist.get_rank() == 0:
@@ -165,7 +111,7 @@ def ddp(name: str, folder: Path) -> dict[str, Any]:
 
 
 def zero_redundancy(folder: Path) -> float:
-    """Each rank's part of the optimizer steps parameters of its own."""
+    """Train with ZeroRedundancyOptimizer: each rank steps other parameters."""
     made = DistributedDataParallel(model())
     optimizer = ZeroRedundancyOptimizer(made.parameters(), optimizer_class=co.AdamW, **CATALOG["AdamW"].distributed)
     on_ranks(made, optimizer)
@@ -184,7 +130,7 @@ def hybrid_shards(name: str, folder: Path) -> float:
 
 
 def save(name: str, folder: Path) -> None:
-    """Half of the training, saved."""
+    """Train for half of the steps, then save a checkpoint."""
     made = sharded()
     optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     on_ranks(made, optimizer, range(STEPS // 2))
@@ -193,7 +139,7 @@ def save(name: str, folder: Path) -> None:
 
 
 def load(name: str, folder: Path) -> dict[str, Any]:
-    """The other half, on another number of ranks."""
+    """Load the checkpoint on another number of ranks, then train for the other half of the steps."""
     made = sharded()
     optimizer = getattr(co, name)(made, **CATALOG[name].distributed)
     weights, state = get_state_dict(made, optimizer)
@@ -207,121 +153,14 @@ def load(name: str, folder: Path) -> dict[str, Any]:
     return {"distance": farthest(whole(made), alone(name)), "steps": steps, "kinds": kinds}
 
 
-class Whitened(co.Optimizer):
-    """A rule that mixes the elements of a tensor without saying so."""
-
-    counts_steps = False
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "maximize": False}, compile=False)
-
-    @staticmethod
-    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            param.sub_(lr * grad / grad.norm())
-
-
-class WhitenedRows(Whitened):
-    """The same by rows, and only there."""
-
-    rowwise = True
-
-    @staticmethod
-    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            param.sub_(lr * (grad / grad.norm() if grad.ndim > 1 else grad))
-
-
-class Normalised(Whitened):
-    """Looks at rows one by one, so that shards of whole rows are enough."""
-
-    rowwise = True
-
-    @staticmethod
-    def update(params: Any, grads: Any, *, lr: Tensor) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            param.sub_(lr * grad / grad.abs().sum(-1, keepdim=True))
-
-
-def rows(folder: Path) -> list[float]:
-    """A rule by rows needs no all_reduce where shards are of whole rows."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    param = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
-    param.grad = distribute_tensor(torch.arange(1.0, 9.0).view(4, 2), mesh, [Shard(0)])
-    Normalised([param]).step()
-    values: list[float] = param.full_tensor().sum(1).tolist()
-    return values
-
-
-def refusals(folder: Path) -> dict[str, str]:
-    """What is refused, and how."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def param(placement: Any) -> nn.Parameter:
-        if isinstance(placement, Partial):
-            return nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [placement]))
-        return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
-
-    def mixed() -> None:
-        optimizer = co.SGD([("weight", plain := nn.Parameter(torch.ones(4, 4)))], compile=False)
-        plain.grad = torch.ones(4, 4)
-        optimizer.step()
-        other = param(Shard(0))
-        other.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        stateful = co.AdamW([("weight", other)], compile=False)
-        stateful.state[other]["exp_avg"] = torch.zeros(4, 4)
-        stateful.step()
-
-    def placed_otherwise() -> None:
-        other = param(Shard(0))
-        optimizer = co.AdamW([("weight", other)], compile=False)
-        other.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        optimizer.step()
-        saved = optimizer.state_dict()
-        saved["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
-        optimizer.load_state_dict(saved)
-
-    attempts = {
-        "rows cut": lambda: co.AdamP([("weight", param(Shard(1)))]),
-        "partial": lambda: co.AdamW([("weight", param(Partial()))]),
-        "no all_reduce": lambda: Whitened([("weight", param(Shard(0)))]),
-        "no all_reduce, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),
-        "state not split": mixed,
-        "state split otherwise": placed_otherwise,
-    }
-    answers = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-            answers[name] = "nothing was raised"
-        except (ValueError, TypeError) as error:
-            answers[name] = str(error)
-    return answers
-
-
-def columns(folder: Path) -> float:
-    """Lamb over columns, as tensor parallelism cuts, and gradients that are still to be added up over ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    twin = nn.Parameter(parameters([(4, 6)])[0].detach())
-    param = nn.Parameter(distribute_tensor(twin.detach().clone(), mesh, [Shard(1)]))
-    optimizer = co.Lamb([param], **CATALOG["Lamb"].distributed, compile=False)
-    reference = CATALOG["Lamb"].reference([twin], **CATALOG["Lamb"].distributed)
-    for (grad,) in gradients([twin], 3):
-        twin.grad = grad
-        param.grad = DTensor.from_local(grad / dist.get_world_size(), mesh, [Partial()])
-        optimizer.step()
-        reference.step()
-    return farthest([param.full_tensor()], [twin])
-
-
 def watched(folder: Path) -> dict[str, Any]:
-    """FSDP swaps a module's parameters during forward and backward; only what moved for good is an event."""
+    """FSDP swaps a module's parameters during forward and backward. Only a lasting change of memory is an event."""
     made = sharded()
     optimizer = co.AdamW(made, compile=False)
     same_plan = []
     for step in range(3):
         loss = made(torch.ones(4, 1, 4, 4)).square().mean()
-        optimizer.zero_grad()  # while the root's parameters are whole
+        optimizer.zero_grad()  # while the root's parameters are unsharded
         plan = optimizer._stepper._plan
         loss.backward()
         optimizer.step()

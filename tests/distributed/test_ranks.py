@@ -1,6 +1,6 @@
-"""Sharded and replicated training in real processes equals training in one.
+"""Sharded and replicated training on several ranks gives the same result as training in one process.
 
-Two and four ranks are started once each and work through all their cases; the tests look at what came out.
+Two ranks and four ranks are started once each and run all their cases. The tests check the results.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def on_two(folder) -> Answers:
 
 @pytest.fixture(scope="module")
 def on_four(folder, on_two) -> Answers:
-    """After the two, whose compiled units they find."""
+    """Run after the two ranks, to load the units that those compiled."""
     return run(cases.FOUR, 4, folder)
 
 
 @pytest.fixture(scope="module")
 def reloaded(folder, on_four, tmp_path_factory) -> Answers:
-    """Two ranks that load what four have saved."""
+    """Two ranks load the checkpoints that four ranks saved."""
     assert all(answer is None for name, each in on_four.items() if name.startswith("save") for answer in each)
     (later := folder / "later").mkdir()
     for path in folder.glob("checkpoint-*"):
@@ -45,7 +45,7 @@ def reloaded(folder, on_four, tmp_path_factory) -> Answers:
 
 
 def of(answers: Answers, case: str) -> list[Any]:
-    """What a case returned, rank by rank; what it raised is raised."""
+    """Return the results of a case, one for each rank; raise the error if a rank raised one."""
     for answer in answers[case]:
         if isinstance(answer, BaseException):
             raise answer
@@ -80,7 +80,7 @@ def test_shards_on_four_ranks_follow_the_formula(on_four, name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Lamb"])
 def test_replicated_and_sharded(on_four, name):
-    assert max(of(on_four, f"hybrid {name}")) <= 2e-6  # gradients are added up in another order
+    assert max(of(on_four, f"hybrid {name}")) <= 2e-6  # gradients are summed in another order
 
 
 @pytest.mark.parametrize("name", ["AdamP", "BertAdam"])

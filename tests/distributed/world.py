@@ -1,4 +1,4 @@
-"""Running functions on several ranks: processes of this machine that talk over the loopback device by gloo."""
+"""Run functions on several ranks: local processes that communicate with gloo over the loopback interface."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Case = Callable[[Path], Any]
 
 
 def run(cases: Mapping[str, Case], ranks: int, folder: Path) -> dict[str, list[Any]]:
-    """What each case returned on each rank, or the traceback of what it raised as an AssertionError.
+    """Return the result of each case on each rank.
 
-    All cases run one after the other in the same processes; ``folder`` is theirs to share files in.
+    If a case raised, its result is an AssertionError with the traceback. All cases run one after the other in the same
+    processes. They share files in ``folder``.
     """
     spawned = mp.start_processes(_rank, (ranks, dict(cases), folder), nprocs=ranks, join=False, start_method="spawn")
     try:
@@ -52,7 +53,7 @@ def _rank(rank: int, ranks: int, cases: dict[str, Case], folder: Path) -> None:
 
 
 def warm_up(optimizer: Any) -> None:
-    """Let one rank compile; the others load what it made."""
+    """Compile on one rank, so that the others load the compiled units."""
     if dist.get_rank() == 0:
         optimizer.warmup()
     dist.barrier()

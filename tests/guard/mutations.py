@@ -1,181 +1,26 @@
-"""A small world for fuzzing the guard: a module, an optimizer over it, and a plain model of what must hold.
+"""What users do to a module and its optimizer between two steps, for fuzzing the guard.
 
-The model keeps, for every place of the module, the value, the states and the step count that must be there, in tensors
-of its own. A step of the model is one step of torch.optim.AdamW on one parameter, in float32 or better, rounded to the
-parameter's dtype. It knows nothing of batches, plans, addresses or guards. Each mutation is done to the module as a
-user would, and to the model as the documentation says.
+Each mutation is done twice: to the module as a user would do it, and to its expected content (``place.Place``) as the
+documentation says.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import compiled_optim as co
-from tests.helpers import assert_same_state, params_of
-
-OPTIONS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-2, "weight_decay": 0.1}
-MOMENTS = ("exp_avg", "exp_avg_sq")
-DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
-TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+from .place import DTYPES, Place
+from .world import CheckedWorld
 
 
-class Place:
-    """The expected content of one attribute of the module."""
-
-    def __init__(self, value: Tensor, group: int) -> None:
-        self.value = value.detach().cpu().clone()
-        self.group = group
-        self.grad: Tensor | None = None
-        self.steps = 0
-        self.states: dict[str, Tensor] = {}
-        self.seen = value.dtype
-        self.tolerance = TOLERANCES[value.dtype]  # of the coarsest dtype that ever rounded it
-
-    def cast(self, dtype: torch.dtype) -> None:
-        self.value = self.value.to(dtype)
-        self.grad = None if self.grad is None else self.grad.to(dtype)
-        self.tolerance = max(self.tolerance, TOLERANCES[dtype])
-
-    def follow(self) -> None:
-        """States are cast by the step that sees the new dtype."""
-        self.states = {
-            name: state.to(self.value.dtype) if state.dtype == self.seen else state
-            for name, state in self.states.items()
-        }
-        self.seen = self.value.dtype
-
-    def start_afresh(self, value: Tensor) -> None:
-        self.__init__(value, self.group)
-
-    def step(self, lr: float) -> None:
-        if self.grad is None:
-            return
-        wide = torch.promote_types(self.value.dtype, torch.float32)
-        param = nn.Parameter(self.value.to(wide))
-        param.grad = self.grad.to(wide)
-        optimizer = torch.optim.AdamW([param], **{**OPTIONS, "lr": lr}, foreach=False)
-        if self.states:
-            states = {name: state.to(wide) for name, state in self.states.items()}
-            optimizer.state[param] = {"step": torch.tensor(float(self.steps)), **states}
-        optimizer.step()
-        dtypes = {name: state.dtype for name, state in self.states.items()}
-        self.steps += 1
-        self.value = param.detach().to(self.value.dtype)
-        self.states = {
-            name: optimizer.state[param][name].to(dtypes.get(name, self.value.dtype)).clone() for name in MOMENTS
-        }
-
-
-class World:
-    """The module, the optimizer under test, and the model."""
-
-    def __init__(self, compiled: bool, policy: str, device: str = "cpu") -> None:
-        torch.manual_seed(0)
-        self.generator = torch.Generator().manual_seed(1)
-        self.net = nn.ModuleDict({"conv": nn.Conv2d(2, 3, 2), "fc": nn.Linear(3, 4)}).to(device)
-        self.policy, self.compiled = policy, compiled
-        groups = [{"params": list(self.net[name].named_parameters(name))} for name in ("conv", "fc")]
-        self.optimizer = co.AdamW(groups, **OPTIONS, compile=compiled, on_realloc=policy)
-        self.optimizer.watch(self.net)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.places = {name: Place(param, name[0] == "f") for name, param in self.net.named_parameters()}
-        self.disturbed: set[str] = set()
-        self.saved: object = None
-        self.home = device
-
-    # ---- helpers
-
-    def random(self, shape, dtype=torch.float32) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(dtype)
-
-    def param(self, name: str) -> Tensor:
-        return self.net.get_parameter(name)
-
-    def names(self) -> list[str]:
-        return [name for name in self.places if self.get(name) is not None]
-
-    def get(self, name: str) -> Tensor | None:
-        owner, _, key = name.rpartition(".")
-        return self.net.get_submodule(owner)._parameters.get(key)
-
-    def set(self, name: str, value: nn.Parameter | None) -> None:
-        owner, _, key = name.rpartition(".")
-        setattr(self.net.get_submodule(owner), key, value)
-
-    # ---- what a user does
-
-    def step(self) -> None:
-        """Step, and compare everything with the model."""
-        if self.policy == "raise" and self.disturbed:
-            self.refused()
-            return
-        self.optimizer.step()
-        for place in self.places.values():
-            place.follow()
-            place.step(self.optimizer.param_groups[place.group]["lr"])
-        self.disturbed.clear()
-        self.home = self.device().type
-        self.check()
-
-    def refused(self) -> None:
-        """Check that the step raises and changes nothing, and that it works with on_realloc="recompile"."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        before = [p.detach().cpu().clone() for p in params], self.state_dict()
-        try:
-            self.optimizer.step()
-        except co.ReallocationError as error:
-            named = {change.parameter.split("'")[1] for change in error.changes}
-            assert named == self.disturbed, (named, self.disturbed)
-        else:
-            raise AssertionError(f"{self.disturbed} went unnoticed")
-        assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before[0], params, strict=True))
-        assert_same_state(self.state_dict(), before[1])
-        self.optimizer.on_realloc = "recompile"
-        self.policy = "recompile"
-        self.step()
-        self.optimizer.on_realloc = self.policy = "raise"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state dict; deepcopy fails for tensors of the test device."""
-        state_dict = self.optimizer.state_dict()
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        states = {
-            index: {f"{name} on {value.device}": value.cpu().clone() for name, value in state.items()}
-            for index, state in state_dict["state"].items()
-        }
-        return {"param_groups": groups, "state": states}
-
-    def check(self) -> None:
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        current = {id(self.param(name)) for name in self.names()}
-        assert {id(p) for p in held} == current, "the optimizer holds what the module holds"
-        assert {id(p) for p in self.optimizer.state} <= current, "no state of parameters that are gone"
-        for name in self.names():
-            param, place = self.param(name), self.places[name]
-            self.close(name, param, place.value, place)
-            state = self.optimizer.state.get(param, {})
-            assert int(state.get("step", 0)) == place.steps, (name, state.get("step"), place.steps)
-            for moment, expected in place.states.items():
-                self.close(f"{moment} of {name}", state[moment], expected, place)
-                assert state[moment].device == param.device
-        if not self.compiled:
-            assert self.optimizer.explain().mode == "eager"
-
-    @staticmethod
-    def close(name: str, actual: Tensor, expected: Tensor, place: Place) -> None:
-        assert actual.dtype == expected.dtype, (name, actual.dtype, expected.dtype)
-        assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
-        a, b = actual.detach().cpu().double(), expected.double()
-        difference = float((a - b).abs().max() / (1 + b.abs().max())) if b.numel() else 0.0
-        assert difference <= place.tolerance, (name, difference, actual, expected)
+class World(CheckedWorld):
+    """A world with one method for each mutation."""
 
     def backward(self, skip: str = "") -> None:
-        """New gradients, DDP-style views of one flat buffer; one parameter may be left out."""
+        """Assign new gradients, views of one flat buffer as with DDP; the parameter ``skip`` gets none."""
         names = [name for name in self.names() if name != skip]
         for name in self.names():
             self.param(name).grad = self.places[name].grad = None
@@ -192,7 +37,7 @@ class World:
         param = self.param(name)
         grad = self.random(tuple(reversed(param.shape)))
         odd = grad.permute(*reversed(range(param.ndim)))
-        if param.device.type != "cpu":  # knows no other strides
+        if param.device.type != "cpu":  # the test device has contiguous tensors only
             odd = odd.contiguous()
         param.grad = None
         param.grad = odd.to(param.device, param.dtype)
@@ -202,14 +47,14 @@ class World:
         self.param(name).grad = self.places[name].grad = None
 
     def values_in_place(self, name: str) -> None:
-        if name in self.disturbed:  # only by its values is a new object known to be the old one on another device
+        if name in self.disturbed:  # the guard recognises a parameter moved to another device by its values
             return
         with torch.no_grad():
             self.param(name).mul_(0.5).add_(0.25)
         self.places[name].value = (self.places[name].value * 0.5).add_(0.25)
 
     def new_data(self, name: str) -> None:
-        if self.param(name).device.type == "cpu":  # else it has no address
+        if self.param(name).device.type == "cpu":  # tensors of the test device have no address
             self.param(name).data = self.param(name).data.clone()
             self.disturbed.add(name)
 
@@ -244,7 +89,8 @@ class World:
             self.disturbed |= {name for name, address in before.items() if self.param(name).data_ptr() != address}
 
     def cast(self, method: str) -> None:
-        # between devices, casts there and back leave no trace but the address, or one too many for the values to tell
+        # the guard recognises a parameter moved between devices by its values; casts there and back may leave them
+        # unchanged, or change them too much
         if self.disturbed and {self.device().type, self.home} != {"cpu"}:
             return
         dtype = DTYPES[method]
@@ -262,7 +108,7 @@ class World:
         self.disturbed.add(name)
 
     def remove(self, name: str) -> None:
-        if self.policy == "raise":  # it would stay removed for a step, and names are compared
+        if self.policy == "raise":  # the error would name it, and refused() expects the names in disturbed
             return
         if len(self.names()) > 1:
             self.set(name, None)
@@ -270,7 +116,7 @@ class World:
             place.start_afresh(torch.zeros(place.value.shape, dtype=place.value.dtype))
 
     def put_back(self, name: str) -> None:
-        """Add a parameter where one is missing; it is noticed only if the removal was."""
+        """Add a parameter where one was removed, after a step that notices the removal."""
         if self.get(name) is None:
             self.step()
             place = self.places[name]
@@ -300,7 +146,7 @@ class World:
             self.places[name] = place
 
     def move_states(self, name: str) -> None:
-        """State tensors replaced, and moved under the same object, by the user."""
+        """Replace one state tensor by a new object, and assign new memory to another through ``.data``."""
         state = self.optimizer.state.get(self.param(name), {})
         if "exp_avg" in state and not self.disturbed and self.param(name).device.type == "cpu":
             state["exp_avg"] = state["exp_avg"] * 1.5
@@ -316,7 +162,7 @@ class World:
         self.net, self.optimizer = copy.deepcopy((self.net, self.optimizer))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         assert [group["lr"] for group in self.optimizer.param_groups] == lr
-        for name in self.names():  # torch does not copy gradients along with a parameter of its own
+        for name in self.names():  # deepcopy of a parameter does not copy its gradient
             grad = self.param(name).grad
             self.places[name].grad = None if grad is None else grad.detach().cpu().clone()
 
@@ -332,15 +178,8 @@ class World:
             for name, param in self.net["extra"].named_parameters("extra"):
                 self.places[name] = Place(param, number)
 
-    def copyable(self) -> bool:
-        """Tensors of the test device cannot be copied with deepcopy."""
-        return all(param.device.type == "cpu" for param in params_of(self.optimizer))
-
-    def device(self) -> torch.device:
-        return next(self.net.parameters()).device
-
     def to(self, device: str) -> None:
-        # to the device and back to the CPU between two steps looks like new parameters with equal values, and is
+        # moving to the device and back between two steps makes new parameters with equal values: not tested
         if self.device().type != device and not device == self.home == "cpu":
             self.net.to(device)
             self.disturbed |= set(self.names())
@@ -374,7 +213,7 @@ PLACES = ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]
 
 
 def play(world: World, moves: list[tuple[int, int]]) -> None:
-    """Make the moves, each a number of a mutation and of a place, with gradients and a step in between."""
+    """Apply the mutations between a first and two last steps; a move is the number of a mutation and of a place."""
     actions = [(mutation, ()) for mutation in WITHOUT_ARGUMENT]
     actions += [(mutation, (None,)) for mutation in WITH_NAME]
     actions += [(World.cast, (method,)) for method in DTYPES]

@@ -1,4 +1,4 @@
-"""The guard: a plan is never used for other memory or metadata than it was made for."""
+"""The guard: a step never uses a plan that was made for other memory or other metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_reallocation_is_followed(kind, compiled, caplog):
     for param in (params[0], twin_params[0]):
         CHANGES[kind](param)
         param.grad = torch.ones_like(param)
-    if kind == "shape":  # starts afresh
+    if kind == "shape":  # the state starts from zero
         twin.state.pop(twin_params[0])
     if kind == "dtype":
         for name in ("exp_avg", "exp_avg_sq"):
@@ -84,7 +84,7 @@ def test_ordinary_training_is_no_event(compiled, tmp_path, caplog):
     params = list(model.parameters())
     bucket = torch.zeros(sum(p.numel() for p in params))
     for step in range(1000):
-        if step % 3 == 0:  # as DistributedDataParallel does: gradients are views that stay
+        if step % 3 == 0:  # as with DistributedDataParallel: gradients are views of one buffer that is kept
             for param, view in zip(params, bucket.split([p.numel() for p in params]), strict=True):
                 param.grad = view.view_as(param)
             bucket.zero_()
@@ -140,7 +140,7 @@ def test_a_parameter_without_a_gradient_is_looked_at_too(compiled):
 
 
 def test_states_moved_by_assigning_their_data(compiled):
-    """``state.data = ...`` changes the memory under the same object, as scripts do to move states to a device."""
+    """Assigning ``state.data`` keeps the tensor object but changes its memory. Scripts move states to a device so."""
     optimizer, params, twin, twin_params = stepped(compiled)
     for opt in (optimizer, twin):
         for state in opt.state.values():

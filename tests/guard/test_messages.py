@@ -1,4 +1,4 @@
-"""What a user reads when a parameter was reallocated, pinned for every kind of change."""
+"""The text of ReallocationError for every kind of change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_optim.guard.change import Description, compare
 
 
 def refused(mutate, make=lambda: nn.Linear(3, 2), watch=True):
-    """The message of the step after a mutation, addresses blanked out."""
+    """Return the message that the step after a mutation raises, with addresses blanked out."""
     net = make()
     optimizer = co.AdamW(net if watch else net.parameters(), compile=False, on_realloc="raise")
     for param in net.parameters():

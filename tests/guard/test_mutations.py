@@ -1,4 +1,4 @@
-"""Random sequences of what users do to models and optimizers, against a plain model of what must hold."""
+"""Fuzzing of the guard: random sequences of mutations, compared after each step with the expected content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers import run_python
 
 from .mutations import World, play
 
-# GUARD_FUZZ=2000 for a thorough run
+# set GUARD_FUZZ=2000 for a thorough run
 SEQUENCES = int(os.environ.get("GUARD_FUZZ", "40"))
 MOVES = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=25)
 

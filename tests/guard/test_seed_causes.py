@@ -1,8 +1,10 @@
-"""The three things torch_npu's documentation warns of, for every optimizer, with both policies.
+"""The three changes that torch_npu's documentation warns of, for every optimizer and both policies.
 
-Moving the model with ``module.cpu()``, pointing a parameter at a new object, and setting one to None give
-"unpredictable results" there. Here each is followed as documented or refused. The move comes from the ``npu`` device of
-tests/npu_device.py, in a process of its own, where steps run eagerly; on the CPU, ``.data`` stands in for it.
+These are: moving the model with ``module.cpu()``, replacing a parameter by a new object, and setting one to None. With
+torch_npu they give "unpredictable results". Here the optimizer follows each change, or refuses to step.
+
+The move starts on the ``npu`` device of tests/npu_device.py, in a separate process in which steps run eagerly. On the
+CPU, an assignment to ``.data`` replaces the move.
 """
 
 from __future__ import annotations

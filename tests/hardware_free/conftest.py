@@ -1,4 +1,4 @@
-"""Which environments the hardware-free tests run in, and running one script in a process of its own."""
+"""Version checks for the hardware-free tests, and a fixture that runs one script in a new process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import TIMEOUT
 ROOT = Path(__file__).parents[2]
 TORCH_NPU = Path(sys.prefix) / "torch_npu"
 PINNED = {"torch": "2.13.0", "triton": "3.7.1", "torch_npu": "2.13.0"}
-"""The versions whose private parts are replaced."""
+"""The tests replace private functions of these packages, so they run with exactly these versions."""
 
 
 def _version(package: str) -> str:
@@ -32,7 +32,7 @@ def _version(package: str) -> str:
 
 
 def require(*packages: str) -> None:
-    """Skip, and say why, where a version is not the pinned one; with NO_SKIPS set, as in CI, fail."""
+    """Skip the test if an installed version is not the pinned one; fail instead if NO_SKIPS is set, as in CI."""
     other = [f"{name} {_version(name)}" for name in packages if _version(name) != PINNED[name]]
     if other:
         wanted = ", ".join(f"{name} {PINNED[name]}" for name in packages)
@@ -43,7 +43,7 @@ def require(*packages: str) -> None:
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Run a script of this folder, and return what it printed as JSON; a failure shows its stderr."""
+    """Return a function that runs a script of this folder and parses its output as JSON; a failure shows stderr."""
 
     def run(script: str, **environment: str) -> Any:
         cache = str(tmp_path_factory.mktemp(script))

@@ -1,4 +1,4 @@
-"""Run a GE graph, as torchair hands it to CANN, on the CPU, operation by operation."""
+"""Interpreter for GE graphs: it runs on the CPU, operation by operation, the graph that torchair passes to CANN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def _ints(tensor: torch.Tensor) -> list[int]:
 
 
 def _each(function):
-    """An operation over two lists that arrive one after the other, and perhaps an alpha for the second."""
+    """Return an operation on two lists.
+
+    Its inputs are the first list, the second list, and optionally a factor ``alpha`` for the second.
+    """
 
     def apply(operation, *inputs):
         half, rest = divmod(len(inputs), 2)
@@ -83,7 +86,7 @@ def _constant(operation: Any) -> torch.Tensor:
 
 
 def run(model: bytes, inputs: list[torch.Tensor], assigned: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The graph's outputs; one that is assigned a tensor is written there."""
+    """Return the outputs of the graph. An output that has a tensor in ``assigned`` is written to that tensor."""
     parsed = ModelDef()
     parsed.ParseFromString(model)
     values: dict[str, torch.Tensor] = {}

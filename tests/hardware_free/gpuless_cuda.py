@@ -1,9 +1,10 @@
 """Inductor's CUDA path on a machine without a GPU and with a CPU build of torch.
 
-Kernels are compiled to machine code (sm_80) by the ptxas that comes with Triton, and launches are recorded; or, with
-``TRITON_INTERPRET=1``, launches are run by Triton's interpreter on CPU memory. This replaces private parts of torch
-2.13.0 and triton 3.7.1 for the whole process, so it is used only in processes of its own, started with
-``TORCHINDUCTOR_COMPILE_THREADS=1``: worker processes would not see the replacements.
+By default, the ptxas that comes with Triton compiles the kernels to machine code (sm_80), and launches are recorded but
+not run. With ``TRITON_INTERPRET=1``, Triton's interpreter runs the launches on CPU memory.
+
+This module replaces private functions of torch 2.13.0 and triton 3.7.1 for the whole process. Use it only in a separate
+process, with ``TORCHINDUCTOR_COMPILE_THREADS=1``: compile workers would not see the replacements.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ PROPERTIES = SimpleNamespace(
 
 @dataclass
 class Recording:
-    """What happened: kernels by name, with what Triton made of each, and launches in order."""
+    """The compiled kernels by name, and the names of the launched kernels in order."""
 
     kernels: dict[str, Any] = field(default_factory=dict)
     launches: list[str] = field(default_factory=list)
 
     def machine_code(self) -> dict[str, list[bytes]]:
-        """By kernel, what ptxas made of each of its configurations."""
+        """Return, for each kernel, the output of ptxas for each of its configurations."""
         return {
             name: [result.kernel.asm["cubin"] for result in kernel.compile_results]
             for name, kernel in self.kernels.items()
         }
 
     def targets(self) -> list[str]:
-        """The architectures that kernels were compiled for."""
+        """Return the architectures that the kernels were compiled for."""
         texts = [result.kernel.asm["ptx"] for kernel in self.kernels.values() for result in kernel.compile_results]
         return sorted({line.split()[1] for text in texts for line in text.splitlines() if line.startswith(".target")})
 
 
 class _Interface(device_interface.CudaInterface):
-    """Answers for a device 0 that is not there."""
+    """Device interface that reports one CUDA device, device 0, although there is none."""
 
     class Worker(device_interface.CudaInterface.Worker):
         current_device = staticmethod(lambda: 0)
@@ -91,7 +92,7 @@ class _NoDeviceGuard(contextlib.nullcontext):
 
 
 class _FoldOnCpu(TorchDispatchMode):
-    """Inductor folds constants by really making them, on their device."""
+    """Create CUDA constants on the CPU: Inductor folds a constant by creating it on its device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -101,7 +102,7 @@ class _FoldOnCpu(TorchDispatchMode):
 
 
 def _install_device_guard() -> None:
-    """A CPU build has no device guard for CUDA, which fake tensors ask for too: let it have that of the meta device."""
+    """Register the meta device's guard for CUDA: a CPU build has no CUDA guard, and fake tensors need one."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda, meta = 1, 14  # c10::DeviceType
@@ -110,7 +111,7 @@ def _install_device_guard() -> None:
 
 @contextlib.contextmanager
 def gpuless_cuda() -> Iterator[Recording]:
-    """Within this context Inductor compiles for device ``cuda:0``."""
+    """Make Inductor compile for device ``cuda:0`` within this context."""
     import triton
     from torch._C._dynamo import guards
     from torch._inductor import config
@@ -140,7 +141,7 @@ def gpuless_cuda() -> Iterator[Recording]:
         recording.launches.append(kernel.inductor_meta["kernel_name"])
         return run(kernel, *args, stream=0, **kwargs) if INTERPRETED else None
 
-    device_interface.get_interface_for_device("cuda")  # registers the real ones, which are then replaced
+    device_interface.get_interface_for_device("cuda")  # registers the real interfaces, which are replaced below
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
         (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
@@ -174,7 +175,7 @@ def gpuless_cuda() -> Iterator[Recording]:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True))
-        # the static launcher keeps no machine code to look at; a cached graph would compile no kernel
+        # the static launcher does not keep the machine code; a cached graph would not compile its kernels
         stack.enter_context(config.patch(use_static_triton_launcher=False, force_disable_caches=True))
         active = triton.runtime.driver._active
         triton.runtime.driver.set_active(driver)

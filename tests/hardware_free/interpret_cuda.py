@@ -1,6 +1,6 @@
-"""Run the CUDA backend's kernels in Triton's interpreter, on CPU memory, next to the eager program.
+"""Script: run the CUDA backend's kernels in Triton's interpreter, on CPU memory, and compare them with eager steps.
 
-Prints as JSON, for each optimizer, how far the two are apart and how far the parameters moved; in a process of its own.
+It prints as JSON, for each optimizer, the largest difference between the two and how far the parameters moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ STEPS = 3
 
 
 def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, float]:
-    """Some steps by both; ``spoil`` multiplies what the kernels get as learning rate: a mistake made on purpose."""
+    """Compare some interpreted steps with eager ones.
+
+    ``spoil`` multiplies the learning rate that the kernels get. A value other than 1 is a deliberate error.
+    """
     ours, eager = steps.optimizer(name, SHAPES), steps.optimizer(name, SHAPES)
     start = [param.detach().clone() for param in params_of(ours)]
     generator = torch.Generator().manual_seed(1)
@@ -46,7 +49,7 @@ def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, 
 
 
 def _bound(bucket, backend):
-    """Return the calls of an update over CPU memory, of units compiled for a GPU."""
+    """Return the calls of an update, with units compiled for a GPU and tensors in CPU memory."""
     scalars = Scalars(len(bucket.program.scalars), torch.float32)
     shapes = bucket.shapes
     params = [entry.param.detach().view(shape) for entry, shape in zip(bucket.entries, shapes, strict=True)]

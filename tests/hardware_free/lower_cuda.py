@@ -1,6 +1,6 @@
-"""Lower all optimizers to CUDA kernels and count their launches; prints what it found as JSON.
+"""Script: lower all optimizers to CUDA kernels, count their launches, and print the results as JSON.
 
-In a process of its own, with ``TORCHINDUCTOR_COMPILE_THREADS=1``.
+It needs ``TORCHINDUCTOR_COMPILE_THREADS=1``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.hardware_free.gpuless_cuda import Recording, gpuless_cuda
 
 
 def launch(backend: CudaBackend, signature: Signature) -> None:
-    """Compile a unit and call it with fake tensors: its launches are recorded."""
+    """Compile a unit and call it with fake tensors, so that its launches are recorded."""
     graph = backend.graph(signature)
-    # their values would be arguments of the launch
+    # scalars are passed to a launch by value, and fake tensors have no values
     arguments = {"scalars": [SimpleNamespace(item=lambda: 1.0)] * 100}
     with FakeTensorMode():
         lists = [
@@ -39,7 +39,7 @@ def launch(backend: CudaBackend, signature: Signature) -> None:
 
 
 class EagerOperations(TorchDispatchMode):
-    """Counts operations that write to a cuda tensor, each a launch, and those that make the host wait."""
+    """Record operations that write to a CUDA tensor (one launch each) and operations that make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class EagerOperations(TorchDispatchMode):
 
 
 def clipping(optimizer: co.Optimizer) -> EagerOperations:
-    """What the clipping phase does between the unit that measures and the unit that updates."""
+    """Return the eager operations of clipping, which run between the measuring unit and the updating unit."""
     with FakeTensorMode():
         scale, square = torch.empty((), device="cuda"), torch.empty((1,), device="cuda")
         bucket = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,), shards=None)

@@ -1,7 +1,6 @@
-"""Lower all optimizers through torchair's own converters, and step optimizers on tensors of device ``npu``.
+"""Script: lower all optimizers with torchair's converters, step them on device ``npu``, and print the results as JSON.
 
-The tensors are in CPU memory and the GE graphs are run by an interpreter. Prints what it found as JSON; in a process of
-its own.
+The tensors are in CPU memory, and an interpreter runs the GE graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ STEPS = 10
 
 
 def stepped(name: str, device: str, compiled: bool, dtype: torch.dtype, **options: Any) -> co.Optimizer:
-    """An optimizer after some steps with a learning rate that changes every time."""
+    """Return an optimizer after some steps, each with another learning rate."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     params = [torch.nn.Parameter(value.to(device)) for value in values]
@@ -41,13 +40,13 @@ def stepped(name: str, device: str, compiled: bool, dtype: torch.dtype, **option
 
 
 def executed(recording: Recording) -> dict[str, Any]:
-    """For each optimizer and dtype what its graphs are made of, and how its steps compare with eager ones."""
+    """Return, for each optimizer and dtype, the operations of its graphs and the difference from eager steps."""
     found = {}
     cases = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED, **steps.SHARDED}
     for case, (name, options) in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
             recording.clear()
-            backends.get("npu")._units.clear()  # what one case compiled, the next compiles again
+            backends.get("npu")._units.clear()  # so that each case compiles its own graphs
             shards = steps.OneProcess() if case in steps.SHARDED else None
             with mock.patch.object(buckets.ShardSpec, "from_tensor", return_value=shards):
                 ours = stepped(name, "npu", True, dtype, **options)
@@ -61,7 +60,7 @@ def executed(recording: Recording) -> dict[str, Any]:
                 backends=report.backends,
                 recompiles=report.recompiles,
                 built_again=len(recording.graphs) - report.graphs,
-                # beyond those of the steps, each graph is run once to be verified
+                # each graph also runs once to be verified
                 runs_of_steps=recording.runs - report.graphs,
                 calls_of_steps=report.calls_per_step * STEPS,
             )
@@ -69,7 +68,7 @@ def executed(recording: Recording) -> dict[str, Any]:
 
 
 def clipped_together(*devices: str) -> list[Any]:
-    """Two parameters on these devices, their gradients clipped by the norm of both."""
+    """Step two parameters on these devices, with their gradients clipped by the norm of both."""
     params = [torch.nn.Parameter(torch.ones(4, device=device)) for device in devices]
     optimizer = co.SGD(params, lr=1.0, max_grad_norm=1.0, compile=devices != ("cpu", "cpu"))
     for param, value in zip(params, (3.0, 4.0), strict=True):
@@ -79,7 +78,7 @@ def clipped_together(*devices: str) -> list[Any]:
 
 
 def mixed() -> dict[str, Any]:
-    """Parameters on both devices in one optimizer; then the one on the NPU is moved."""
+    """Step parameters on both devices with one optimizer, then move the one on the NPU to the CPU and step again."""
     moves, stays = (torch.nn.Parameter(torch.ones(4, device=device)) for device in ("npu", "cpu"))
     optimizer = co.SGD([moves, stays], lr=0.5, momentum=0.9)
 
@@ -103,8 +102,8 @@ def main() -> None:
     recording = torchair_without_cann.install()
     recording.watch(npu.NpuBackend)
     report: dict[str, Any] = {}
-    # the interpreter stands in for CANN and the device; everything else is as on hardware
-    # (and memory of this device has no addresses, so all of it would seem to be shared)
+    # the interpreter replaces CANN and the device; everything else is as on hardware
+    # tensors of this device have no addresses, so all of them would seem to share memory
     with (
         mock.patch.object(npu, "_missing_device", return_value=None),
         mock.patch.object(buckets, "overlap_waves", lambda params: [0] * len(params)),

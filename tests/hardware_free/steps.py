@@ -1,4 +1,4 @@
-"""What the hardware-free tests compile: all optimizers over twenty tensors, weights and biases of many sizes."""
+"""The steps that the hardware-free tests compile: each optimizer over twenty weights and biases of many sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers import params_of
 
 OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
 SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
-"""Optimizers that take sums over tensors, in the two phases they have where tensors are sharded."""
+"""Optimizers that take sums over tensors. With sharded tensors, each runs in two phases: measure, then update."""
 
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
 
@@ -24,14 +24,14 @@ TWENTY = [*WEIGHTS, *((shape[0],) for shape in WEIGHTS[:-1]), (1,)]
 
 
 def optimizer(name: str, shapes=TWENTY, dtype: torch.dtype = torch.float32, **options: Any) -> co.Optimizer:
-    """An optimizer on the CPU, whose program is the same everywhere."""
+    """Return an optimizer on the CPU; its program is the same on every device."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     return getattr(co, name)(params, **{**OPTIMIZERS[name], **options}, compile=False)
 
 
 class OneProcess:
-    """The sharding of tensors of which one process holds all."""
+    """Sharding over a single process, which holds whole tensors."""
 
     def all_reduce_(self, sums: torch.Tensor) -> None:
         """Leave the sums as they are."""
@@ -47,7 +47,7 @@ def buckets(optimizer: co.Optimizer, backend: Backend, sharded: bool = False) ->
 
 
 def batches(optimizer: co.Optimizer, backend: Backend, device: str, sharded: bool = False) -> list[Batch]:
-    """Return the batches of a step whose parameters are on another device, and maybe sharded."""
+    """Return the batches of a step, as if the parameters were on ``device`` and, optionally, sharded."""
     found = []
     for bucket in buckets(optimizer, backend, sharded):
         for batch in bucket.batches(clips_any(optimizer, optimizer.param_groups)):

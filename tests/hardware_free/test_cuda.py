@@ -1,4 +1,4 @@
-"""The CUDA backend without a GPU: lowering, ptxas, launches, and the kernels' results in Triton's interpreter."""
+"""The CUDA backend without a GPU: ptxas compiles every kernel, launches are counted, and interpreted kernels agree."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def test_interpreted_kernels_agree_with_eager(interpreted, name):
 
 
 def test_a_wrong_learning_rate_is_detected(interpreted):
-    """Negative control: a learning rate that is off by a percent."""
+    """Negative control: a learning rate that is wrong by one percent makes the comparison fail."""
     assert interpreted["spoiled"]["apart"] > 1e-6

@@ -1,4 +1,4 @@
-"""The NPU backend without an NPU: torchair's own converters, and GE graphs run by an interpreter."""
+"""The NPU backend without an NPU: torchair's converters build the GE graphs, and an interpreter runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(run_script):
 
 
 def test_every_case_is_lowered_completely(report):
-    """An operation without a converter would have raised."""
+    """The script fails if torchair has no converter for an operation; the number of operations is fixed here."""
     counts = {case: found["operations"] for case, found in report["executed"].items()}
     assert list(counts) == CASES
     assert_expected_inline(

@@ -1,6 +1,7 @@
-"""torchair out of the unpacked torch_npu wheel, with a stand-in for its C++ module; its converters are its own.
+"""Import torchair from the unpacked torch_npu wheel, with a replacement for its C++ module.
 
-A GE graph that would be handed to CANN is handed to :class:`GraphOnCpu` instead. In a process of its own.
+torchair's own converters are used unchanged. A GE graph goes to :class:`GraphOnCpu` and not to CANN. Use this only in a
+separate process.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from unittest import mock
 from compiled_optim.program import Phase
 
 WHEEL = Path(os.environ.get("TORCH_NPU_WHEEL", Path(sys.prefix) / "torch_npu"))
-"""Where the Makefile unpacks the wheel: not on the path, as without CANN torch_npu makes ``import torch`` raise."""
+"""Where the Makefile unpacks the wheel. It is not on the path: without CANN, torch_npu makes ``import torch`` fail."""
 
 
 @dataclass
 class Recording:
-    """The GE graphs that were built, how often one was run, and how many inputs are not changed as they should be.
+    """The GE graphs that were built, the number of runs, and the number of inputs that are written wrongly.
 
-    ``copied_back`` counts mutated inputs that would be copied back, and inputs that are written without need.
+    ``copied_back`` counts inputs that are mutated through a copy and inputs that are written but should not be.
     """
 
     graphs: list[Any] = field(default_factory=list)
@@ -32,22 +33,22 @@ class Recording:
     copied_back: int = 0
 
     def clear(self) -> None:
-        """Start anew."""
+        """Forget everything recorded so far."""
         self.__init__()
 
     def operations(self) -> dict[str, int]:
-        """The operations of all graphs by type."""
+        """Return the number of operations of each type in all graphs."""
         counts = collections.Counter(operation.type for graph in self.graphs for operation in graph.graph.op)
         return dict(sorted(counts.items()))
 
     def watch(self, backend: type[Any]) -> None:
-        """See to which inputs a graph writes, and whether each is the reference of an output."""
+        """Count, for each graph the backend builds, where mutated inputs and references of outputs differ."""
         make = backend.graph
 
         def graph(self_, signature):
             made = make(self_, signature)
             written = range(1, len(signature.dtypes))  # all lists but the gradients
-            measures = getattr(signature.program, "phase", None) is Phase.MEASURE  # and must write nothing
+            measures = getattr(signature.program, "phase", None) is Phase.MEASURE  # a measuring phase writes to no list
             mutated = {place for place, (i, _) in enumerate(made.inputs) if i in written and not measures}
             self.copied_back += len(mutated ^ set(self.graphs[-1]._graph_output_ref_input.values()))
             return made
@@ -56,11 +57,11 @@ class Recording:
 
 
 def install() -> Recording:
-    """Make ``import torchair`` work, and record what it builds."""
+    """Make ``import torchair`` work, and record the graphs that it builds."""
     recording = Recording()
 
     class GraphOnCpu:
-        """What torchair loads a serialized graph into, and runs."""
+        """Replacement for the C++ class into which torchair loads a serialized graph, and which runs it."""
 
         def __init__(self, name: str = "") -> None:
             self.model = b""

@@ -1,4 +1,4 @@
-"""Bodies for the functions of libdevice that the kernels here call: in Triton's interpreter they have none."""
+"""NumPy implementations of the libdevice functions that the kernels call; Triton's interpreter has none."""
 
 from __future__ import annotations
 

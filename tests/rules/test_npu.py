@@ -52,7 +52,7 @@ def example(name, device, compiled):
 
 
 def expected(name):
-    """The same step by the plain optimizer on float64 copies, for the numbers; test_rules proves that one."""
+    """Return the result of the same step by the plain optimizer, which test_rules.py tests, on float64 copies."""
     namespace: dict[str, object] = {}
     exec(EXAMPLE.split("params = create")[0].format(name=name), namespace)
     params = [p.detach().double() for p in namespace["create_params_and_grads"]("cpu")]
@@ -142,7 +142,7 @@ def test_clip_grad_norm_fused_does_not_overflow_in_float16():
 
 
 def test_what_the_grad_scaler_of_torch_npu_does():
-    """It unscales each tensor of grads_all_group_combined in place, float16 ones too."""
+    """The scaler unscales each tensor of grads_all_group_combined in place, float16 tensors too."""
     params = parameters([(3,)]) + parameters([(4,)], torch.float16) + parameters([(2,)])
     optimizer = npu.NpuFusedLamb(params, compile=False)
     params[0].grad, params[1].grad = torch.full((3,), 8.0), torch.full((4,), 8.0, dtype=torch.float16)

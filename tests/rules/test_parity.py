@@ -17,7 +17,7 @@ IDS = ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, opt
 LOW_PRECISION = [i for i, (name, options) in enumerate(CASES) if CATALOG[name].fused and "maximize" not in options]
 
 SEED = 17
-"""Gradients for which Lion never takes the sign of a sum that is zero but for rounding."""
+"""With this seed, Lion never takes the sign of a sum that would be zero without rounding."""
 
 
 def states_of(optimizer):
@@ -56,7 +56,7 @@ def test_agrees_with_the_reference(name, options, dtype, compiled, device):
 def test_groups_of_mixed_dtypes(name, compiled, device):
     """float32, float16 and bfloat16 in one group, compared with a run in float64."""
     entry = CATALOG[name]
-    options = {**entry.float16, **entry.without_norm}  # the norm is taken for each dtype; the reference has only one
+    options = {**entry.float16, **entry.without_norm}  # one norm for each dtype; the reference has one dtype
     tolerance = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
     ours = [p for dtype in tolerance for p in parameters([(6, 7), (5,), (4, 3, 2, 2)], dtype, device=device)]
     theirs = [torch.nn.Parameter(p.detach().cpu().double()) for p in ours]
@@ -83,5 +83,5 @@ def test_low_precision_is_as_accurate_as_in_torch(name, options, dtype, compiled
     theirs = run(lambda p: getattr(torch.optim, name)(p, **options, foreach=True), dtype)
     ours = run(lambda p: getattr(co, name)(p, **options, compile=compiled), dtype)
     for our, their, true in zip(ours, theirs, truth, strict=True):
-        # 1 %: where torch rounds once too, the two errors differ by chance
+        # 1 % tolerance: if torch also rounds only once, the two errors differ by chance
         assert distance(our, true) <= 1.01 * distance(their, true)

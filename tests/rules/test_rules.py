@@ -1,4 +1,4 @@
-"""What single optimizers do beyond their formula, which test_parity.py covers, and what all of them have to do."""
+"""Behaviour of single optimizers beyond the formula that test_parity.py tests, and of all optimizers."""
 
 from __future__ import annotations
 
