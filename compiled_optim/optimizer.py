@@ -32,9 +32,7 @@ from compiled_optim.stepper import Settings, Stepper
 
 def _setting(name: str) -> Any:
     """Return a property that reads and writes an option of the stepper's settings."""
-    return property(
-        lambda self: getattr(self._settings, name), lambda self, value: setattr(self._settings, name, value)
-    )
+    return property(lambda self: getattr(self._settings, name), lambda self, to: setattr(self._settings, name, to))
 
 
 class Optimizer(Rule, torch.optim.Optimizer):
@@ -212,8 +210,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         """Check a module before every step, and notice when it replaces or drops a parameter of this optimizer.
 
         By default a new parameter is adopted with fresh state, in the group of the old one, and a dropped one is
-        removed; with ``on_realloc="raise"`` the step raises. Several modules may be watched; a module given as
-        ``params`` is.
+        removed; with ``on_realloc="raise"`` the step raises. Several modules may be watched.
         """
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"watch() takes a torch.nn.Module, but got {type(module).__name__}")
