@@ -20,6 +20,9 @@ from compiled_optim.program import UpdateProgram
 
 Group = dict[str, Any]
 
+BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
+"""The names by which a formula gets the values of ``betas``."""
+
 ALL_REDUCE = "all_reduce"
 """The keyword argument by which a rule says that it sums over tensors."""
 
@@ -114,18 +117,14 @@ class Rule:
         """Return this step's hyperparameters: the numbers, and what they select of the rule."""
         states, optional, keywords = declaration(type(self).update)
         derived = self.derived(group, step)
+        known = {**dict(zip(BETA_NAMES, group.get("betas", ()), strict=False)), **group, **derived}
         scalars: dict[str, float] = {}
         flags = []
         for name in keywords:
-            if name in derived:
-                value = derived[name]
-            elif name in group:
-                value = group[name]
-            elif name[:4] == "beta" and name[4:].isdigit() and "betas" in group:
-                value = group["betas"][int(name[4:]) - 1]
-            else:
+            if name not in known:
                 raise self._undeclared(name)
-            if isinstance(value, bool):
+            value = known[name]
+            if value is True or value is False:
                 flags.append((name, value))
             else:
                 scalars[name] = float(value)
