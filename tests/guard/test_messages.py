@@ -36,13 +36,13 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             refused(mutate),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 'weight': storage changed from 0x... to 0x...
-    likely by `p.data = ...`, a resized storage, or a conversion of the model there and back
+    likely by `p.data = ...`, a resized storage, or converting the model and back
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_storage_without_names(self):
@@ -52,28 +52,28 @@ two ways out:
         self.assertExpectedInline(
             refused(mutate, watch=False),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 0 of group 0: storage changed from 0x... to 0x...
-    likely by `p.data = ...`, a resized storage, or a conversion of the model there and back
+    likely by `p.data = ...`, a resized storage, or converting the model and back
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_dtype(self):
         self.assertExpectedInline(
             refused(lambda net: net.half()),
             """\
-2 parameters were reallocated behind the optimizer's back; nothing was updated
+2 parameters were reallocated since the optimizer last saw them; nothing was updated
   parameter 'weight': dtype changed from torch.float32 to torch.float16
     likely by `model.half()`
   parameter 'bias': dtype changed from torch.float32 to torch.float16
     likely by `model.half()`
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_strides(self):
@@ -83,13 +83,13 @@ two ways out:
         self.assertExpectedInline(
             refused(mutate),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 'weight': strides changed from (3, 1) to (1, 2)
     likely by `model.to(memory_format=...)`, or `p.data = ...` with a transposed tensor
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_memory_format(self):
@@ -97,13 +97,13 @@ two ways out:
         self.assertExpectedInline(
             message,
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 'weight': strides changed from (18, 9, 3, 1) to (18, 1, 6, 2)
     likely by `model.to(memory_format=...)`, or `p.data = ...` with a transposed tensor
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_shape(self):
@@ -113,13 +113,13 @@ two ways out:
         self.assertExpectedInline(
             refused(mutate),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 'weight': shape changed from (2, 3) to (5, 3)
     likely by `p.data = ...` with a tensor of another shape
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_device_and_dtype(self):
@@ -129,15 +129,15 @@ two ways out:
         self.assertExpectedInline(
             str(co.ReallocationError(changes)),
             """\
-2 parameters were reallocated behind the optimizer's back; nothing was updated
+2 parameters were reallocated since the optimizer last saw them; nothing was updated
   parameter 'a': device changed from cpu to cuda:0 and dtype changed from torch.float32 to torch.bfloat16
     likely by `model.to('cuda:0')`
   parameter 'b': device changed from cuda:0 to cpu and dtype changed from torch.bfloat16 to torch.float32
     likely by `model.cpu()`
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_replaced(self):
@@ -147,13 +147,13 @@ two ways out:
         self.assertExpectedInline(
             refused(mutate),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 'weight': replaced by a new object: torch.float32 (2, 3) on cpu became torch.float64 (5, 3) on cpu
     likely by `module.weight = nn.Parameter(...)`, a new submodule, or load_state_dict(assign=True)
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_replaced_by_a_known_one(self):
@@ -164,13 +164,13 @@ two ways out:
         self.assertExpectedInline(
             refused(mutate, make),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter '1.weight': replaced by parameter '0.weight', which the optimizer has already
     likely by `module.weight = other.weight`
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_removed(self):
@@ -180,13 +180,13 @@ two ways out:
         self.assertExpectedInline(
             refused(mutate),
             """\
-a parameter was reallocated behind the optimizer's back; nothing was updated
+a parameter was reallocated since the optimizer last saw it; nothing was updated
   parameter 'bias': removed from its module; it was torch.float32 (2,) on cpu
     likely by `module.weight = None`, `del module.weight`, or a submodule taken out
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_many(self):
@@ -195,14 +195,14 @@ two ways out:
         self.assertExpectedInline(
             "\n".join([lines[0], *lines[-7:]]),
             """\
-12 parameters were reallocated behind the optimizer's back; nothing was updated
+12 parameters were reallocated since the optimizer last saw them; nothing was updated
   parameter '4.bias': dtype changed from torch.float32 to torch.float64
     likely by `model.double()`
   ... and 2 more, in this exception's .changes
 two ways out:
-  - convert or replace parameters before the optimizer is constructed; converting back is no undoing,
-    because the memory is another
-  - set optimizer.on_realloc = "recompile", the default: it goes along with every change and logs it""",
+  - convert or replace parameters before the optimizer is constructed; converting back does not help,
+    because it allocates new storage
+  - set optimizer.on_realloc = "recompile", the default: the optimizer follows every change and logs it""",
         )
 
     def test_the_error_survives_pickling(self):
