@@ -39,7 +39,7 @@ def check_betas(betas: Sequence[Number], count: int) -> None:
 def check_usual(group: dict[str, Any], betas: int = 2) -> None:
     """Check ``lr``, ``eps``, ``betas`` and ``weight_decay`` where the group has them.
 
-    The second argument is the number of ``betas``.
+    The argument ``betas`` is the expected number of decay rates.
     """
     if "lr" in group:
         check_lr(group["lr"])
