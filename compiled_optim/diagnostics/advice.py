@@ -1,4 +1,4 @@
-"""What is unusual about how an optimizer runs, and what to do about it, for ``explain()``."""
+"""The advice of ``explain()``: find what is unusual about how an optimizer runs, and name the remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MANY_RECOMPILES = 5
 def advice(
     names: Mapping[Tensor, str], state: State, plan: Plan | None, units: Sequence[UnitReport], uses_scaler: bool
 ) -> Iterator[str]:
-    """Yield sentences for a person, each with what to do.
+    """Yield one sentence for each finding, with its remedy.
 
-    ``names`` are those of all parameters, ``uses_scaler`` says that a GradScaler has made a step.
+    ``names`` are the names of all parameters. ``uses_scaler`` is True if a GradScaler has made a step.
     """
     if eager_requested():
         yield f"steps run eagerly because {EAGER_VARIABLE} is set; unset it to compile them"
