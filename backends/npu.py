@@ -19,6 +19,7 @@ from compiled_optim.backends.base import Availability
 from compiled_optim.backends.decompositions import missing_foreach_decompositions, skip_whole_view
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
+from compiled_optim.errors import first_line
 
 
 class NpuBackend(WholeListBackend):
@@ -97,10 +98,10 @@ def _missing(module: str, remedy: str) -> str | None:
     except Exception as error:  # a broken installation raises many kinds of errors
         if ".so" in str(error):
             return (
-                f"the CANN libraries were not found ({_first_line(error)}); install the CANN toolkit and run its "
+                f"the CANN libraries were not found ({first_line(error)}); install the CANN toolkit and run its "
                 "set_env.sh in the shell that starts Python"
             )
-        return f"{module} cannot be imported ({_first_line(error)}); {remedy}"
+        return f"{module} cannot be imported ({first_line(error)}); {remedy}"
     return None
 
 
@@ -109,7 +110,3 @@ def _sees_device() -> bool:
         return bool(torch.npu.is_available())  # type: ignore[attr-defined]
     except Exception:  # a broken driver raises many kinds of errors
         return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

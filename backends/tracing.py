@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_optim.backends.base import Shape, Signature
 from compiled_optim.backends.decompositions import foreach_decompositions
 from compiled_optim.backends.graph import SIZES, Place
-from compiled_optim.errors import RuleError
+from compiled_optim.errors import RuleError, first_line
 from compiled_optim.locations import definition, innermost_user_frame
 from compiled_optim.program import Arguments, Program
 
@@ -87,10 +87,9 @@ def trace(
 def untraceable(program: Program, error: Exception) -> RuleError:
     """Return the error for an update that cannot be traced."""
     update = getattr(program, "update", type(program))
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     where = innermost_user_frame(traceback.extract_tb(error.__traceback__)) or definition(update)
-    remedy = "compute with torch operations only, on the lists it is given; use compile=False to look at values"
-    return RuleError(f"{update.__qualname__} cannot be compiled as one graph ({reason})", where, remedy)
+    remedy = "compute with torch operations only, on the lists it gets; use compile=False to inspect values"
+    return RuleError(f"{update.__qualname__} cannot be compiled as one graph ({first_line(error)})", where, remedy)
 
 
 def _width(signature: Signature) -> int:

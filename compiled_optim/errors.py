@@ -62,3 +62,8 @@ class RuleError(TypeError):
 
 class NesterovError(ValueError, TypeError):
     """Nesterov momentum without momentum or with dampening: torch raises ValueError, torch_npu documents TypeError."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,6 +23,9 @@ from compiled_optim.tensors import AllReduce, Scalar, Tensors, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
+ALL_REDUCE = "all_reduce"
+"""The keyword argument of a rule that sums over tensors."""
+
 ScalarValues: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float]
 """Hyperparameters: Python numbers; or a 1-D tensor or 0-dim tensors with all values, then one minus each value."""
 
@@ -158,7 +161,7 @@ class UpdateProgram:
             **dict(zip(self.states, states, strict=True)),
             **self._numbers(arguments.scalars),
             **dict(self.flags),
-            **({"all_reduce": all_reduce} if self.reduces else {}),
+            **({ALL_REDUCE: all_reduce} if self.reduces else {}),
         )
         for storage, each, result in zip(storages, kept, (params, *states), strict=True):
             storage.store(each, result)
@@ -179,7 +182,7 @@ class UpdateProgram:
 @lru_cache(maxsize=1024)
 def takes_all_reduce(update: Callable[..., None]) -> bool:
     """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
-    return "all_reduce" in inspect.signature(update).parameters
+    return ALL_REDUCE in inspect.signature(update).parameters
 
 
 @lru_cache(maxsize=256)

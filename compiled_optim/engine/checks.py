@@ -7,23 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-Number = float | Tensor
+FloatOrTensor = float | Tensor
 
 
-def check_lr(lr: Number) -> None:
+def check_lr(lr: FloatOrTensor) -> None:
     """Raise ValueError if a learning rate is negative, or a tensor with more than one element."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     check_not_negative("learning rate", lr)
 
 
-def check_not_negative(name: str, value: Number) -> None:
+def check_not_negative(name: str, value: FloatOrTensor) -> None:
     """Raise ValueError if a value is negative."""
     if not value >= 0.0:
         raise ValueError(f"Invalid {name}: {value}")
 
 
-def check_betas(betas: Sequence[Number], count: int) -> None:
+def check_betas(betas: Sequence[FloatOrTensor], count: int) -> None:
     """Raise ValueError unless there are ``count`` decay rates in [0, 1), all of them numbers or all tensors."""
     if len(betas) != count:
         raise ValueError(f"Invalid betas: {betas}; {count} values are needed")

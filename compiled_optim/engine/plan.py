@@ -21,7 +21,7 @@ class BoundBucket:
 
     def __init__(
         self, bucket: Bucket, rule: Rule, variant: Variant, state: states.State, grads: Sequence[Tensor | None]
-    ):
+    ) -> None:
         self.bucket = bucket
         self.group = bucket.group
         self.variant = variant

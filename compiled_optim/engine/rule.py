@@ -16,12 +16,9 @@ import torch
 from compiled_optim.engine.checks import check_usual
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
-from compiled_optim.program import UpdateProgram
+from compiled_optim.program import ALL_REDUCE, UpdateProgram
 
 Group = dict[str, Any]
-
-ALL_REDUCE = "all_reduce"
-"""The keyword argument of a rule that sums over tensors."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +148,4 @@ class Rule:
             "put a hyperparameter into the defaults that the constructor hands to super().__init__(params, defaults), "
             "or return its value from derived(); a state is an argument before the `*`"
         )
-        return RuleError(
-            f"{rule.__name__}.update needs {name!r}, which nothing gives it", definition(rule.update), remedy
-        )
+        return RuleError(f"{rule.__name__}.update takes {name!r}, but it has no value", definition(rule.update), remedy)

@@ -37,7 +37,7 @@ VALUE_READERS = {
     **dict.fromkeys(
         ("item", "tolist", "__float__", "__int__", "__index__"), ("converts a tensor to a Python number", NUMBER)
     ),
-    **dict.fromkeys(("numpy", "__array__"), ("hands a tensor to NumPy", TORCH)),
+    **dict.fromkeys(("numpy", "__array__"), ("converts a tensor to NumPy", TORCH)),
     **dict.fromkeys(("__repr__", "__format__"), ("prints a tensor", PRINT)),
 }
 
@@ -64,13 +64,13 @@ def check_rule(rule: Rule, group: Group) -> None:
     where = definition(rule.derived)
     for key, value in first.items():
         if not isinstance(value, Real):
-            what = f"{name} gives {key}={value!r}, of type {type(value).__name__}"
+            what = f"{name} returns {key}={value!r}, of type {type(value).__name__}"
             raise RuleError(what, where, "return numbers, which become scalars, and bools, which are compiled in")
     if [(key, type(value) is bool) for key, value in first.items()] != [
         (key, type(value) is bool) for key, value in second.items()
     ]:
         remedy = "return the same names in every step; what does not apply yet can be 0.0 or 1.0"
-        raise RuleError(f"{name} gives other names in the second step than in the first", where, remedy)
+        raise RuleError(f"{name} returns other names in the second step than in the first", where, remedy)
     states, optional, keywords = declaration(type(rule).update)
     inherited = is_ours(rule.derived)  # the formula of a subclass may need fewer values
     for key in [key for key in first if key not in optional and key not in keywords and not inherited]:
@@ -80,10 +80,10 @@ def check_rule(rule: Rule, group: Group) -> None:
         )
     for state in sorted(optional):
         if not isinstance(first.get(state), bool):
-            what = f"{type(rule).__name__} does not say when it keeps the optional state {state!r}"
+            what = f"{type(rule).__name__} does not define when it keeps the optional state {state!r}"
             raise RuleError(what, where, f"return a bool of that name from derived(): {{{state!r}: ...}}")
     if rule.counts_steps and "step" in states:
-        what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has it"
+        what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has this name"
         raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")
     rule.row(group, 1)  # raises RuleError if a hyperparameter has no value
 
