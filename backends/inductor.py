@@ -175,7 +175,7 @@ def disagreement(signature: Signature) -> BackendUnavailableError:
     """Return the error for a unit whose results differ from those of the eager program."""
     return BackendUnavailableError(
         f"the compiled code of {signature} does not compute what its eager form does, so it is not used: "
-        f"torch {torch.__version__} is not supported here. compile=False runs the same step eagerly"
+        f"torch {torch.__version__} is not supported on this machine; pass compile=False to run the same step eagerly"
     )
 
 

@@ -63,8 +63,8 @@ def select(optimizer: str, device: torch.device, preferred: Backend | None) -> B
     backend = preferred or for_device(device.type)
     if backend.devices and device.type not in backend.devices:
         raise BackendUnavailableError(
-            f"backend {backend.name!r} serves {', '.join(backend.devices)} but a parameter is on {device.type!r}; "
-            "leave backend=None to have it chosen by device"
+            f"backend {backend.name!r} serves {', '.join(backend.devices)}, but a parameter is on {device.type!r}; "
+            "use backend=None to choose the backend by device"
         )
     available = backend.available()
     if not available:

@@ -72,13 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 optimizer = rule(params, **{**settings, **dict(arguments.settings)})
             except (TypeError, ValueError) as error:
-                print(f"--set does not suit {rule.__name__}: {error}")
+                print(f"{rule.__name__} does not accept the arguments of --set: {error}")
                 return 1
             optimizer.warmup()
             made = [unit for unit in optimizer.explain().units if unit.source != FROM_PROCESS]
             rows += [(unit.name, f"{unit.seconds:.2f}", unit.source) for unit in made]
     if not rows:
-        print("nothing was compiled: COMPILED_OPTIM_EAGER is set")
+        print("nothing was compiled: unset COMPILED_OPTIM_EAGER, and remove --set compile=False")
         return 1
     print(tabulate(rows, headers=("unit", "seconds", "from"), disable_numparse=True))
     print(f"kept in {backend.cache_directory()}")
@@ -96,7 +96,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
     found = [getattr(torch, name, None) for name in text.split(",")]
     for name, dtype in zip(text.split(","), found, strict=True):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise argparse.ArgumentTypeError(f"{name!r} is no floating-point dtype of torch")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a floating-point dtype of torch")
     return [dtype for dtype in found if isinstance(dtype, torch.dtype)]
 
 

@@ -46,7 +46,7 @@ def read(
     ):
         found = f"a dict with {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(
-            f"{found} is no optimizer's checkpoint; pass what state_dict() of {type(rule).__name__} returned"
+            f"{found} is not a checkpoint of an optimizer; pass the result of {type(rule).__name__}.state_dict()"
         )
     _check_sizes(groups, saved["param_groups"])
     kept = []
@@ -65,7 +65,7 @@ def read(
             _check_states(rule, name, param, values, states)
             state[param] = _convert(param, values)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
-            raise ValueError(f"the checkpoint has a state for {key!r}, but no group of it lists such a parameter")
+            raise ValueError(f"the checkpoint has a state for {key!r}, but none of its groups has such a parameter")
         else:
             state[key] = values  # an entry that user code has added; torch keeps it too
     for group, own in zip(loaded, groups, strict=True):
@@ -110,7 +110,7 @@ def _check_is_same_optimizer(optimizer: str, number: int, group: Group, defaults
     missing, unknown = numbers - group.keys(), group.keys() - defaults.keys() - NOT_HYPERPARAMETERS
     if missing and unknown:
         raise ValueError(
-            f"group {number} of the checkpoint is of another optimizer than {optimizer}: it has "
+            f"group {number} of the checkpoint was saved by another optimizer than {optimizer}: it has "
             f"{sorted(unknown)}, but no {sorted(missing)}; {REMEDY}"
         )
 

@@ -113,20 +113,20 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
         wrapper: object = param  # otherwise mypy reports the check below as unreachable
         if type(param) not in PLAIN_TYPES and is_traceable_wrapper_subclass(wrapper):
             raise TypeError(
-                f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor made of other tensors; "
-                "of these only DTensor is supported"
+                f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor that wraps other tensors; "
+                "only DTensor is supported"
             )
         return
     placements = _placements(param)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"{optimizer} cannot step {name}: as a DTensor with placements {placements} no process has its values; "
+            f"{optimizer} cannot step {name}: its placements {placements} are partial, so no process has its values; "
             "redistribute it to Shard or Replicate first"
         )
     across = [placement for placement in placements if not placement.is_replicate() and placement.dim % param.ndim]
     if rowwise and param.ndim > 1 and across:
         raise ValueError(
-            f"{optimizer} cannot step {name}: it looks at whole rows, and placements {placements} cut through them; "
+            f"{optimizer} cannot step {name}: it needs whole rows, but the placements {placements} split rows; "
             "shard the parameter along dimension 0"
         )
     rank = 1 + (rowwise and param.ndim > 1)
@@ -136,8 +136,8 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
         count_sums(program, rank)  # raises if it cannot be run in two phases
     elif not is_elementwise(program, rank):
         raise ValueError(
-            f"{optimizer} cannot step {name}, which is sharded over processes: its update() mixes elements of a "
-            "tensor; let it take an argument all_reduce and pass its sums through all_reduce(...)"
+            f"{optimizer} cannot step {name}, which is sharded over processes: its update() combines elements of a "
+            "tensor; add an argument all_reduce to update() and pass the sums to all_reduce(...)"
         )
 
 
