@@ -34,8 +34,8 @@ def check_state_fits(parameter_name: str, param: Tensor, name: str, tensor: Tens
     expected, found = placement(param), placement(tensor)
     if expected != found:
         raise ValueError(
-            f"state {name!r} of {parameter_name} has placement {found or 'a plain tensor'}, but the parameter has "
-            f"{expected or 'a plain tensor'}; load the checkpoint with "
+            f"state {name!r} of {parameter_name} has placement {found or 'none'}, but the parameter has "
+            f"{expected or 'none'}; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
     if tensor.shape != param.shape or tensor.is_complex() != param.is_complex():
