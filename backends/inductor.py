@@ -55,7 +55,7 @@ def compile_any_size(
         if graph is None or not _agrees_on_lanes(signature, graph):
             # Inductor does not fuse foreach operations into a reduction that follows them
             traced = trace(signature, hint=hint, decompose_foreach=signature.program.reduces)
-            graph = Graph(*_lower(signature, traced, {**options, **passes()}))
+            graph = Graph(*_lower(traced, {**options, **passes()}))
             if not _agrees_on_lanes(signature, graph):
                 raise disagreement(signature)
             disk_cache.save(signature, key, graph.run, graph.inputs, graph.kernels)
@@ -79,7 +79,7 @@ def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[st
     return _innermost(compiled), metrics.generated_kernel_count - kernels
 
 
-def _lower(signature: Signature, traced: TracedGraph, options: Mapping[str, Any]) -> tuple[Run, list[Any], int]:
+def _lower(traced: TracedGraph, options: Mapping[str, Any]) -> tuple[Run, list[Any], int]:
     """Compile a traced graph for the CPU; raise BackendUnavailableError if the C++ compiler or the disk fails."""
     from torch._inductor import exc
 
