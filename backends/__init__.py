@@ -1,4 +1,4 @@
-"""Backends: how a batch of tensors is cut into calls and how a call is compiled, one file for each kind of device."""
+"""Backends split a batch of tensors into calls and compile each call. Each kind of device has its own file."""
 
 from compiled_optim.backends.base import (
     ArgumentSpec,

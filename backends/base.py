@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Availability(NamedTuple):
-    """Whether a backend can be used here and, if not, what is missing and what to do. Falsy if it cannot."""
+    """The result of :meth:`Backend.available`: true or false and, if false, what is missing and the remedy."""
 
     ok: bool
     reason: str = ""
@@ -35,9 +35,9 @@ class Availability(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The form of a call: which variant of the code, and how many tensors it takes at most (0 for any number).
+    """The form of a call: the variant of the code, and the largest number of tensors (0 for any number).
 
-    ``shapes`` are those of its tensors if they are compiled in, else empty.
+    ``shapes`` are the shapes of the tensors if they are compiled in, else empty.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Lane(NamedTuple):
 
 
 class ArgumentSpec(NamedTuple):
-    """One tensor that a program takes beside its lists: a field of :class:`~compiled_optim.program.Arguments`."""
+    """A tensor that a program takes in addition to its lists: a field of :class:`~compiled_optim.program.Arguments`."""
 
     name: str
     dtype: torch.dtype
@@ -54,15 +54,15 @@ class ArgumentSpec(NamedTuple):
 
 
 class Scalars:
-    """The numbers a rule needs: as Python floats, and as a 1-D CPU tensor over memory that is refilled in place.
+    """The hyperparameters of a rule: as Python floats, and as a 1-D CPU tensor that is refilled in place.
 
-    The tensor holds every value and then one minus every value, both computed in double precision and rounded once.
+    The tensor holds all values, then one minus each value. Both are computed in double precision and rounded once.
     """
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self.values: Sequence[float] = [0.0] * count
         self._typecode = "d" if dtype == torch.float64 else "f"
-        # one more element: a tensor needs memory, and a rule may have no scalars
+        # at least one element: a rule may have no scalars, but frombuffer needs memory
         self._memory = array(self._typecode, [0.0] * (2 * count or 1))
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)[: 2 * count]
 
@@ -74,10 +74,10 @@ class Scalars:
 
 
 class BoundArguments(NamedTuple):
-    """The memory a bound call takes its arguments from; it is rewritten before each step.
+    """The memory a bound call reads its arguments from. It is rewritten before each step.
 
-    ``totals`` has a row for each sum and a column for each tensor. The measuring phase of a rule writes it, the
-    finishing phase reads it.
+    ``totals`` has a row for each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH
+    reads it.
     """
 
     scalars: Scalars | None = None
@@ -85,7 +85,7 @@ class BoundArguments(NamedTuple):
     totals: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the arguments that are there, as tensors by name."""
+        """Return the arguments that are not None, as tensors by name."""
         scalars = self.scalars.tensor if self.scalars is not None else None
         named = {"scalars": scalars, "grad_scale": self.grad_scale, "totals": self.totals}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -93,9 +93,9 @@ class BoundArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """Everything a compiled unit assumes. A unit is never run on anything else.
+    """Everything a compiled unit assumes. A unit runs only on inputs with its signature.
 
-    ``device`` has its index where there is one, because generated code may name it.
+    ``device`` includes the index if the device has one, because generated code may contain it.
     """
 
     program: Program
@@ -113,7 +113,7 @@ class Signature:
 
 
 class UnitCall(NamedTuple):
-    """One call of a unit: its signature, and which of the batch's tensors it takes."""
+    """One call of a unit: its signature, and the indices of its tensors in the batch."""
 
     signature: Signature
     indices: Sequence[int]
@@ -121,9 +121,10 @@ class UnitCall(NamedTuple):
 
 @dataclass
 class Batch:
-    """A program over tensors that share device, dtypes and number of dimensions: what a backend compiles and binds.
+    """A program and the tensors it runs on, which share device, dtypes and number of dimensions.
 
-    ``dtypes`` has one entry for each list, gradients first. ``shapes`` are those in which the tensors are viewed.
+    A backend compiles and binds batches. ``dtypes`` has one entry for each list, gradients first. ``shapes`` are the
+    shapes of the working views of the tensors.
     """
 
     backend: Backend
@@ -139,7 +140,7 @@ class Batch:
         return self.backend.units(self)
 
     def bind(self, lists: TensorLists = (), arguments: BoundArguments = BoundArguments()) -> BoundBatch:  # noqa: B008
-        """Fix the parameters, the states and the arguments; the result is called with the gradients."""
+        """Bind the parameters, the states and the arguments; return a callable that takes the gradients."""
         return self.backend.bind(self, lists, arguments)
 
 
@@ -156,11 +157,11 @@ class Unit(ABC):
 
     @abstractmethod
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Fix all lists but the gradients; the returned call takes those, in the given shapes."""
+        """Bind all lists except the gradients; return a call that takes the gradients, in the given shapes."""
 
 
 class BoundCall(NamedTuple):
-    """A unit bound to memory: ``pick`` takes its gradients out of the batch's, ``call`` runs it on them."""
+    """A unit bound to memory: ``pick`` selects its gradients from those of the batch, ``call`` runs it on them."""
 
     unit: Unit
     signature: Signature
@@ -175,29 +176,29 @@ class BoundBatch:
         self.calls = calls
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """Run the program; returns what :attr:`Program.result` says."""
+        """Run the program; return the result that :attr:`Program.result` declares."""
         for _, _, pick, call in self.calls:
             call(pick(grads))
         return None
 
 
 class Backend(ABC):
-    """Compiles programs for the devices of one kind and keeps the units it made, one for each signature."""
+    """Compiles programs for one kind of device, and caches the units, one for each signature."""
 
     name: str
     devices: tuple[str, ...] = ()
     compiles: bool = True
     seconds_per_unit: float = 5.0
-    """About how long a unit takes to compile, for the message before compiling."""
+    """The approximate compile time of a unit, for the log line before compilation."""
     grads_by_address: bool = False
-    """Whether calls take only the address of a gradient, so that it need not be viewed in the shape of its lane."""
+    """Whether calls use only the address of a gradient, so that it is not viewed in the shape of its lane."""
 
     def __init__(self) -> None:
         self._units: dict[Signature, Unit] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> Backend:
-        """Return itself: a backend is a service, and copies of an optimizer share it."""
+        """Return the backend itself: copies of an optimizer share it."""
         return self
 
     def __repr__(self) -> str:
@@ -205,7 +206,7 @@ class Backend(ABC):
 
     @abstractmethod
     def available(self) -> Availability:
-        """Say whether this machine can compile and run here. Never raises; cheap after the first time."""
+        """Report whether this backend works on this machine. Must not raise, and must be fast after the first call."""
 
     @abstractmethod
     def units(self, batch: Batch) -> Sequence[UnitCall]:
@@ -213,26 +214,26 @@ class Backend(ABC):
 
     @abstractmethod
     def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
-        """Return one callable for the batch, with everything but the gradients fixed."""
+        """Return one callable for the batch, with everything except the gradients bound."""
 
     @abstractmethod
     def compile(self, signature: Signature) -> Unit:
-        """Compile the unit for a signature, without touching any of the user's tensors."""
+        """Compile the unit for a signature. It does not get the user's tensors."""
 
     def cache_directory(self) -> Path | None:
-        """Return the directory where other processes find what this one compiled, if there is one."""
+        """Return the directory in which compiled units are kept for other processes, or None."""
         return None
 
     def is_cached(self, signature: Signature) -> bool:
-        """Return True if the unit for this signature seems to be on disk, so that it is loaded, not compiled."""
+        """Return True if the unit for this signature seems to be on disk, so that it will be loaded."""
         return False
 
     def needs_compile(self, signature: Signature) -> bool:
-        """Return True if getting this unit will compile or load it, which may take a while."""
+        """Return True if :meth:`get_unit` will compile this unit or load it from disk, which takes time."""
         return self.compiles and signature not in self._units
 
     def get_unit(self, signature: Signature) -> Unit:
-        """Return the unit for this signature; compile it if this is the first time it is asked for."""
+        """Return the unit for this signature; compile it on first use."""
         with self._lock:
             if signature not in self._units:
                 self._units[signature] = self.compile(signature)

@@ -1,9 +1,9 @@
 """The CPU backend: lanes over 1-D views, compiled by Inductor to C++ loops that take any length.
 
-A *lane* is one tensor's place in a call. A unit is compiled for a fixed number of lanes of any length, so it serves
-every model; a call that has fewer tensors than lanes fills the rest with empty ones. There are two kinds of units:
-parallel ones for large tensors, where the threads share each loop, and serial ones for small tensors, where starting
-the threads would cost more than the loop.
+A *lane* is the place of one tensor in a call. A unit is compiled for a fixed number of lanes of any length, so it
+serves every model. A call with fewer tensors than lanes fills the other lanes with empty tensors. There are two kinds
+of units: parallel ones for large tensors, where the threads share each loop, and serial ones for small tensors, where
+starting the threads would cost more than the loop.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from compiled_optim.backends.inductor import COMPILER_REMEDY, compile_any_size, 
 from compiled_optim.backends.lanes import LaneBackend
 from compiled_optim.program import TensorLists
 
-PARALLEL = Lane("parallel", 1)  # one tensor: what a pass leaves in the cache serves the next pass over it
+PARALLEL = Lane("parallel", 1)  # one tensor: a second pass over it finds data in the CPU cache
 SERIAL = Lane("serial", 4)
 
 LARGE = 1 << 15
-"""From this many elements on, two threads beat one although they have to be started."""
+"""The number of elements from which two threads, including their start, are faster than one."""
 
 COMMON_OPTIONS: dict[str, Any] = {
-    # the sizes of a lane's tensors are equal because they were cut so
-    **{"size_asserts": False, "alignment_asserts": False, "do_not_emit_runtime_assertions": True}
+    # the engine guarantees that the tensors of a lane have equal sizes
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "do_not_emit_runtime_assertions": True,
 }
-# a later pass recomputes what it needs again: that reads about as many bytes as a temporary would, and allocates
-# nothing, which for a large tensor costs a page fault every 4 KB of every step
+# let a later pass recompute values instead of storing a temporary: it reads about as many bytes, and a large temporary
+# costs a page fault for every 4 KB in every step
 NO_TEMPORARIES = dict.fromkeys(
     ("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000
 )
@@ -48,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def early_stores() -> dict[str, Any]:
-    """Return the pass that stores early what a second pass reads back; imports Inductor, so only when compiling."""
+    """Return the setting that adds the pass ``EarlyStores``. Call it only to compile, because it imports Inductor."""
     from compiled_optim.backends.early_stores import EarlyStores
 
     return {"post_grad_custom_post_pass": EarlyStores()}
@@ -59,7 +61,7 @@ HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
 
 
 def compiler() -> str:
-    """Return the C++ compiler, where Inductor will look for it."""
+    """Return the name of the C++ compiler that Inductor will call."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
@@ -74,7 +76,7 @@ class LaneUnit(Unit):
         self.from_disk = graph.from_disk
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Order the graph's inputs once; a call only puts the gradients into their places."""
+        """Put the graph's inputs into order once; a call only inserts the gradients."""
         width, nothing = self._signature.lane.width, (0,) * self._signature.rank
         lanes = [
             [*tensors, *[torch.empty(nothing, dtype=dtype, device="cpu")] * (width - len(tensors))]
@@ -85,7 +87,7 @@ class LaneUnit(Unit):
 
 
 class CpuBackend(LaneBackend):
-    """Inductor's C++ code, one unit for each signature, whatever the model."""
+    """Inductor's C++ code. The units depend on the signature only, not on the model."""
 
     name = "cpu"
     devices = ("cpu",)
@@ -93,22 +95,22 @@ class CpuBackend(LaneBackend):
     seconds_per_unit = 2.5
 
     def cache_directory(self) -> Path | None:
-        """Return Inductor's."""
+        """Return Inductor's cache directory."""
         return disk_cache.directory()
 
     def is_cached(self, signature: Signature) -> bool:
-        """Return True if there is a record of a graph like this."""
+        """Return True if the disk cache has a record for this signature and these settings."""
         kind = signature.lane.kind
         return disk_cache.contains(signature, settings(HINTS[kind], OPTIONS[kind]))
 
     def available(self) -> Availability:
-        """Say whether there is a C++ compiler where Inductor will look for one."""
+        """Report whether the C++ compiler that Inductor will call exists."""
         if shutil.which(compiler()) is None:
             return Availability(False, f"no C++ compiler was found (looked for {compiler()!r}); {COMPILER_REMEDY}")
         return Availability(True)
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Cut into calls of large tensors and of small ones; empty tensors need no call."""
+        """Split into calls for large tensors and calls for small ones; empty tensors need no call."""
         sizes = list(map(math.prod, shapes))
         large = [i for i, size in enumerate(sizes) if size >= LARGE]
         small = [i for i, size in enumerate(sizes) if 0 < size < LARGE]

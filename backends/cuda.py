@@ -1,7 +1,7 @@
-"""The CUDA backend: whole lists, compiled by Inductor to a handful of Triton kernels.
+"""The CUDA backend: whole lists, compiled by Inductor to a few Triton kernels.
 
-Not for use under CUDA graphs: learning rate and the other scalars are read from host memory when a kernel is launched,
-and a captured graph would repeat the values of the step it recorded. Such a step is refused.
+Limit: a step cannot be captured in a CUDA graph, and an attempt raises RuntimeError. Kernels get the learning rate and
+the other scalars from host memory at launch, so a captured graph would replay the values of the recorded step.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from compiled_optim.backends.whole_lists import REMEDY, ListUnit, WholeListBacke
 from compiled_optim.program import TensorLists
 
 OPTIONS: dict[str, Any] = {
-    # one kernel for all reductions of a kind (norms): without it there is one for each tensor
+    # one kernel for all reductions of the same kind (norms); by default there is one kernel per tensor
     "combo_kernels": True,
-    # as many as fit: a kernel takes 4 KB of arguments, at 8 bytes each, on every GPU and driver
+    # as many as fit: every GPU and driver accepts 4 KB of kernel arguments, at 8 bytes each
     "combo_kernel_max_num_args": 500,
-    # at 8, the default, 20 tensors with reductions take half as many launches again; above 32 nothing is gained
+    # with the default of 8, 20 tensors with reductions take 1.5 times as many launches; above 32 there is no gain
     "combo_kernel_max_num_nodes": 32,
     "size_asserts": False,
 }
 
 
 class CudaUnit(ListUnit):
-    """A unit that refuses to be captured in a CUDA graph."""
+    """A unit that raises if it is called during CUDA graph capture."""
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Bind as all units do, and check the stream before each call."""
+        """Bind the unit; the call checks first that the current stream is not capturing."""
         run = super().bind(shapes, lists, arguments)
 
         def call(grads: Sequence[Tensor]) -> Tensor | None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "an optimizer step cannot be captured in a CUDA graph: its learning rate would be frozen in the "
-                    "recording; capture forward and backward, and call step() outside"
+                    "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "
+                    "rate of the captured step; capture forward and backward, and call step() outside"
                 )
             return run(grads)
 
@@ -55,13 +55,14 @@ class CudaBackend(WholeListBackend):
     name = "cuda"
     devices = ("cuda",)
     limit = 40
-    """Compiling takes 0.4 s a tensor (AdamW) to 0.9 s (Lamb) of one core, however long the list: 40 keep a graph under
-    40 s. A kernel of an elementwise rule holds 22 tensors, so a longer list would not save it a launch."""
+    """Compilation takes 0.4 s (AdamW) to 0.9 s (Lamb) per tensor on one core, whatever the length of the list, so a
+    graph of 40 tensors compiles in less than 40 s. A kernel of an elementwise rule holds 22 tensors, so longer lists
+    would not save launches."""
 
     unit_type = CudaUnit
 
     def available(self) -> Availability:
-        """Say what is missing, from the software up."""
+        """Check torch, the device, Triton and the C compiler, in this order; report the first that is missing."""
         if torch.version.cuda is None and torch.version.hip is None:
             what = "this build of torch has no CUDA support; install one that has"
         elif not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""List operations as operations on each tensor, for compilers that lack them or fuse worse across them."""
+"""Decompose ``torch._foreach_*`` into one operation per tensor, for compilers that lack them or cannot fuse them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def foreach_decompositions() -> Decompositions:
 def missing_foreach_decompositions(has_converter: Callable[[OpOverload], bool]) -> Decompositions:
     """Return a decomposition of every functional ``torch._foreach_*`` operation that a compiler does not convert.
 
-    An operation over two lists is decomposed in any case where their shapes differ: kernels for lists do not broadcast.
+    An operation over two lists is also decomposed if their shapes or dtypes differ: foreach kernels do not broadcast.
     """
     found: Decompositions = {}
     for name in NAMES:
@@ -46,13 +46,13 @@ def missing_foreach_decompositions(has_converter: Callable[[OpOverload], bool]) 
 
 
 def skip_whole_view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Decompose a view by strides that shows all of a tensor as it is into the tensor: see ``tensors.materialize``."""
+    """Decompose an ``as_strided`` view that equals its tensor to the tensor itself; see ``tensors.materialize``."""
     same = (tuple(size), tuple(stride), offset or 0) == (tensor.shape, tensor.stride(), tensor.storage_offset())
     return tensor if same else NotImplemented
 
 
 def _overloads(packet_name: str, name: str) -> list[tuple[OpOverload, str]]:
-    """Return the overloads of a list operation, and the operation on one tensor that each applies."""
+    """Return the overloads of a foreach operation, each with the name of the operation on one tensor."""
     packet = getattr(torch.ops.aten, packet_name, None)
     if packet is None:
         return []
@@ -85,7 +85,7 @@ def _each_in_place(name: str) -> Callable[..., None]:
 
 
 def _copies(tensors: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> list[Tensor]:
-    """Return the sources in the dtypes of what they are copied to: a copy as such would be broadcast too."""
+    """Return copies of the sources in the dtypes of the targets. Unlike ``copy``, this does not broadcast."""
     return [source.to(tensor.dtype, copy=True) for tensor, source in zip(tensors, sources, strict=True)]
 
 

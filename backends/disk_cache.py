@@ -1,9 +1,9 @@
-"""Compiled graphs on disk, found again without tracing.
+"""A cache of compiled graphs on disk that needs no tracing for a lookup.
 
-Inductor's own cache is keyed by the traced graph: to look it up, the program has to be traced and AOTAutograd has to
-run, which takes a second and more in a fresh process. A signature holds all that a graph depends on, so a record is
-found by that, and Inductor's generated module is loaded from Inductor's cache directory. What cannot be read is
-compiled again, what cannot be written is not kept. Graphs from here are verified before use like new ones.
+Inductor's own cache is keyed by the traced graph. A lookup there has to trace the program and run AOTAutograd, which
+takes more than a second in a new process. A signature holds everything a graph depends on, so records here are keyed by
+the signature. They point to the modules that Inductor generated in its cache directory. A graph whose record cannot be
+read is compiled again, and a record that cannot be written is skipped. Loaded graphs are verified like new ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLDER = "compiled_optim"
 def load(
     signature: Signature, settings: Mapping[str, Any]
 ) -> tuple[Callable[[list[Any]], Sequence[torch.Tensor]], list[Place], int] | None:
-    """Return a graph's entry, the places of its inputs and its number of kernels, or None if it is not there."""
+    """Return the function of a graph, the places of its inputs and its number of kernels; None without a record."""
     from torch._inductor.codecache import PyCodeCache
 
     if not _is_cacheable(signature):
@@ -42,7 +42,7 @@ def load(
         record = json.loads(_path(signature, settings).read_text())
         module = PyCodeCache.load_by_key_path(record["key"], str(directory() / record["module"]))
         return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
-    except Exception:  # whatever a stale or damaged file brings, compiling again is the answer
+    except Exception:  # a stale or damaged file may raise anything; the graph is compiled again
         return None
 
 
@@ -53,7 +53,7 @@ def save(
     inputs: Sequence[Place],
     kernels: int,
 ) -> None:
-    """Keep a graph for :func:`load`."""
+    """Write the record of a graph for :func:`load`."""
     if not _is_cacheable(signature):
         return
     try:
@@ -77,24 +77,24 @@ def contains(signature: Signature, settings: Mapping[str, Any]) -> bool:
 
 
 def _rule(signature: Signature) -> Any:
-    """Return what a program's source is: its update rule, or its class."""
+    """Return the object that holds a program's source code: its update rule, or its class."""
     return getattr(signature.program, "update", type(signature.program))
 
 
 def _is_cacheable(signature: Signature) -> bool:
-    """Return True if the name of the record covers the rule: a user's rule may depend on more than its own source."""
+    """Return True for rules of this package. A user's rule may depend on code that the key does not cover."""
     return is_ours(_rule(signature))
 
 
 def directory() -> Path:
-    """Return where Inductor keeps what it compiles; the graphs are found again there."""
+    """Return Inductor's cache directory."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()).resolve()
 
 
 def unusable(error: OSError) -> BackendUnavailableError:
-    """Return the error where that directory cannot be written to."""
+    """Return the error for a cache directory that cannot be written to."""
     return BackendUnavailableError(
         f"Inductor's cache directory cannot be used: {error}; set the environment variable TORCHINDUCTOR_CACHE_DIR to "
         "a directory that can be written to, or pass compile=False to run the same step eagerly"
@@ -102,7 +102,7 @@ def unusable(error: OSError) -> BackendUnavailableError:
 
 
 def count_records() -> int:
-    """Return how many graphs on disk were made by this version of everything."""
+    """Return the number of records that this process can load: those with its :func:`environment_digest`."""
     count = 0
     for path in (directory() / FOLDER).glob("*.json"):
         try:
@@ -113,7 +113,7 @@ def count_records() -> int:
 
 
 def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
-    """Return the path of a graph's record; the name covers whatever the generated code depends on."""
+    """Return the path of a graph's record. Its name is a digest of everything the generated code depends on."""
     from torch._inductor import config
 
     rule = _rule(signature)
@@ -132,7 +132,7 @@ def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
 
 @lru_cache
 def environment_digest() -> str:
-    """Return a digest of what makes the graphs: torch, Python, the processor and this package's source."""
+    """Return a digest of the versions of torch and Python, the CPU type and the source of this package."""
     parts = (torch.__version__, torch.version.git_version, sys.version, platform.machine())
     digest = hashlib.sha256(repr((*parts, torch.backends.cpu.get_cpu_capability())).encode())
     folders = {Path(program.__file__).parent, Path(__file__).parent}

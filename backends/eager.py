@@ -1,4 +1,4 @@
-"""The eager backend: runs the same program the other backends compile. For debugging and as a reference."""
+"""The eager backend: runs the programs that the other backends compile, for debugging and as a reference."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from compiled_optim.tensors import MAX_PIECE
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
 MAX_WHOLE = 1 << 23
-"""Up to this many elements a tensor is not cut if the rule sums over it: two phases cost more than temporaries."""
+"""A tensor up to this size is not split if the rule sums over it: two phases cost more than large temporaries."""
 
 
 def eager_requested() -> bool:
-    """Return True if the environment asks for eager steps in the whole run."""
+    """Return True if the environment variable ``COMPILED_OPTIM_EAGER`` is set."""
     return os.environ.get(EAGER_VARIABLE, "0") not in ("", "0")
 
 
 class Piece(NamedTuple):
-    """A part of the tensors: their indices, and which elements of each; None for all."""
+    """A part of a list of tensors: the indices of tensors, and a slice of each or None for all its elements."""
 
     indices: list[int]
     elements: list[slice | None]
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class EagerUnit(Unit):
-    """A program run as it is, with hyperparameters as Python numbers."""
+    """A program that runs without compilation, with hyperparameters as Python numbers."""
 
     graphs = 0
 
@@ -47,7 +47,7 @@ class EagerUnit(Unit):
         self._program = program
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Return the program with everything but the gradients filled in."""
+        """Return a call that runs the program on the bound tensors and new gradients."""
         program, (scalars, grad_scale, totals) = self._program, arguments
 
         def values() -> Arguments:
@@ -61,7 +61,7 @@ class EagerUnit(Unit):
 def _bind_pieces(
     program: UpdateProgram, shapes: Sequence[Shape], lists: TensorLists, values: Callable[[], Arguments]
 ) -> Call:
-    """Return a call that runs an update piece by piece; sums over a tensor in several pieces are taken first."""
+    """Return a call that runs an update piece by piece; sums over a split tensor are computed first."""
     sums = program.reduces and program.is_separable and count_sums(program, len(shapes[0]))
     pieces = cut_to_cache(shapes, (MAX_WHOLE if sums else MAX_PIECE) if program.is_separable else math.inf)
     bound = [(piece, [piece.of(tensors) for tensors in lists]) for piece in pieces]
@@ -87,9 +87,9 @@ def _bind_pieces(
 
 
 def cut_to_cache(shapes: Sequence[Shape], max_whole: float) -> list[Piece]:
-    """Cut a list into pieces whose temporaries stay in the cache; 1-D tensors of more than ``max_whole`` elements too.
+    """Split a list of tensors into pieces whose temporaries fit into the CPU cache.
 
-    Part of a tensor is a piece of its own.
+    1-D tensors of more than ``max_whole`` elements are split too. Each part of a tensor is a separate piece.
     """
     pieces: list[Piece] = []
     room = 0
@@ -115,11 +115,11 @@ class EagerBackend(LaneBackend):
     compiles = False
 
     def available(self) -> Availability:
-        """Return True: there is nothing to be missing."""
+        """Return an Availability that is always true."""
         return Availability(True)
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Make one call for the whole list; empty tensors need none."""
+        """Put all tensors that are not empty into one call."""
         indices = [i for i, shape in enumerate(shapes) if math.prod(shape)]
         return [(Lane("list"), indices)] if indices else []
 

@@ -1,9 +1,9 @@
-"""Storing a result as soon as it is known, in graphs that pass over their tensors twice.
+"""An Inductor pass that stores results as early as possible, for graphs that read their tensors twice.
 
-A rule that needs a norm before it can step, as Lamb and AdamP do, reads everything twice. Traced, its results are
-stored at the very end, so that the second pass would compute the moments again from what the first one read. Stored by
-the first pass, which costs it nothing where reading is the limit, they are read back by the second: 12 bytes for each
-parameter instead of 16, without the gradient, and without a temporary.
+A rule that needs a norm before it updates the parameters, such as Lamb or AdamP, makes two passes over its tensors. The
+traced graph stores all results at the end, so the second pass would recompute the moments from the inputs of the first.
+With early stores the first pass writes the moments and the second reads them back: 12 bytes per element instead of 16,
+because the gradient is not read again, and no temporary. The stores are free where the first pass is limited by reads.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
 
 class EarlyStores(CustomGraphPass):
-    """Moves each store of a result that is used again to where the result is known, and its uses to what is stored.
+    """Moves each ``copy_`` of a value with further uses directly behind the value; the uses then read the stored one.
 
-    Only of results in the dtype they are stored in: the rule goes on with what it had before rounding.
+    A value that the store would round to another dtype is left alone, because the rule uses it unrounded.
     """
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
         nodes = list(graph.nodes)
         if not any(node.target in SUMS for node in nodes):
-            return  # one pass reads nothing back
+            return  # without a reduction there is only one pass
         order = {node: place for place, node in enumerate(nodes)}
         columns: dict[str, Node] = {}
         for store in graph.find_nodes(op="call_function", target=aten.copy_.default):
             home, value = store.args[:2]
             if value.op == "placeholder" or value.target is aten.copy_.default:
-                continue  # nothing was computed, or it is stored already
+                continue  # the value is an input, or is stored already
             read_later = any(order[user] > order[value] for user in home.users if user is not store)
             if len(value.users) < 2 or read_later or home.meta["val"].dtype != value.meta["val"].dtype:
                 continue
@@ -42,14 +42,15 @@ class EarlyStores(CustomGraphPass):
                 store.update_arg(1, _by_rows(graph, store, value, columns))
 
     def uuid(self) -> str:
-        """By what Inductor's cache of graphs knows this pass: its source."""
+        """Return the key of this pass in Inductor's graph cache: a hash of this file."""
         return str(get_hash_for_files((__file__,)))
 
 
 def _by_rows(graph: Graph, store: Node, value: Node, columns: dict[str, Node]) -> Node:
-    """The value times a column of ones: Inductor merges the loops over rows and columns of anything simpler.
+    """Return a node that multiplies the value by a column of ones, so that Inductor keeps two loops for its store.
 
-    A merged loop would be a pass of its own, since sums over rows need both loops.
+    For a plain elementwise store Inductor merges the loops over rows and columns into one. It could not fuse that loop
+    with the sums over rows, which need both loops, so the store would be a separate pass.
     """
     rows = value.meta["val"].shape[0]
     if str(rows) not in columns:
@@ -61,7 +62,7 @@ def _by_rows(graph: Graph, store: Node, value: Node, columns: dict[str, Node]) -
             ones = graph.call_function(
                 aten.full.default, ([size, 1], 1.0), {"dtype": example.dtype, "device": example.device}
             )
-            # in memory, or the compiler would see through it
+            # as_strided makes Inductor store the ones; it would fold a constant into the product
             columns[str(rows)] = graph.call_function(aten.as_strided.default, (ones, [size, 1], [1, 1]))
         size.meta["val"] = rows
         ones.meta["val"] = columns[str(rows)].meta["val"] = example

@@ -1,4 +1,4 @@
-"""A compiled graph: where its inputs come from, and how it is called with new gradients and everything else fixed."""
+"""A compiled graph: the order of its inputs, and a call that takes new gradients while all else is bound."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from compiled_optim.backends.base import Call, Shape
 from compiled_optim.program import TensorLists
 
 Place = tuple[int | str, int]
-"""Where an input comes from, and its index there: a list by its number, an argument by its name, or SIZES."""
+"""The source of an input and its index there. A source is the number of a list, the name of an argument, or SIZES."""
 
 SIZES = "sizes"
 """The source of inputs that are the sizes of the lanes, dimension by dimension."""
 
 ArgumentValues = Mapping[str, Tensor | Sequence[Tensor]]
-"""The arguments by name; the scalars of an accelerator are 0-dim tensors."""
+"""The arguments by name. Accelerator backends pass the scalars as a list of 0-dim tensors."""
 
 
 @dataclass
 class Graph:
-    """A compiled graph and the place each of its inputs comes from.
+    """A compiled graph and the place of each of its inputs.
 
-    ``run`` takes the inputs as a list, which it empties, and returns the outputs. If the graph is ``one_kernel``, it
-    takes them as arguments instead and returns nothing.
+    ``run`` takes the inputs as a list, clears the list and returns the outputs. With ``one_kernel``, ``run`` is the
+    kernel itself: it takes the inputs as separate arguments and returns None.
     """
 
     run: Callable[..., Any]
@@ -55,7 +55,7 @@ class Graph:
         return [sources[source][index] for source, index in self.inputs]
 
     def bind(self, template: list[Any], count: int) -> Call:
-        """Return a call that puts ``count`` gradients, list 0, into their places among these inputs and runs."""
+        """Return a call that inserts ``count`` gradients (list 0) into a copy of ``template`` and runs the graph."""
         run = self.run
         fill = _filler(template, {at: lane for at, (i, lane) in enumerate(self.inputs) if i == 0 and lane < count})
 
@@ -70,7 +70,7 @@ class Graph:
 
 
 def _filler(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """Return a function that copies the template and puts values in: at each place, the value of the given index."""
+    """Return a function that copies the template and inserts values. ``places`` maps a position to a value's index."""
     strides = {after - before for before, after in pairwise(places)}
     if places and list(places.values()) == list(range(len(places))) and len(strides) <= 1:
         evenly = slice(min(places), max(places) + 1, *strides)

@@ -1,11 +1,11 @@
 """Compile a traced program with Inductor and call the compiled graph directly.
 
-``torch.compile`` would add Dynamo's frame evaluation and guards and AOTAutograd's wrappers to every call: 41 µs for 4
-tensors, where the graph itself takes 2.3. What the graph assumes is exactly the :class:`Signature`, and no unit can be
-reached with inputs of another one.
+``torch.compile`` would add Dynamo's frame evaluation, its guards and AOTAutograd's wrappers to every call: 41 µs for 4
+tensors, where the graph itself takes 2.3 µs. They are not needed here: a graph assumes exactly its :class:`Signature`,
+and a unit is only called with inputs of its signature.
 
-Limit: this relies on Inductor's ``CompiledFxGraph``, which is private. So each graph, fresh from the compiler or from
-disk, is run once against the eager program, and not used if the two disagree.
+Limit: this relies on Inductor's ``CompiledFxGraph``, which is private. Therefore each graph, compiled or from disk, is
+run once and compared with the eager program, and is not used if the results differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compiled_optim.program import Arguments, TensorLists
 
 Run = Callable[[list[Any]], Sequence[Tensor]]
 Lowered = tuple[Run, int]
-"""A compiled graph's entry and the number of its kernels."""
+"""The function that runs a compiled graph, and the number of its kernels."""
 
 ExampleArguments = Mapping[str, Tensor]
 
@@ -42,13 +42,13 @@ WRONG_INPUTS = (IndexError, KeyError, RuntimeError, TypeError)
 def compile_any_size(
     signature: Signature, hint: int, options: Mapping[str, Any], passes: Callable[[], Mapping[str, Any]] = dict
 ) -> Graph:
-    """Return the graph of a signature's program over tensors of any size: from disk, or compiled.
+    """Return the graph of a signature's program for tensors of any size; load it from disk, or compile it.
 
     Args:
         signature: what to compile; its lane's width is the length of the lists.
         hint: the number of elements Inductor should optimise for.
         options: Inductor settings for this compilation only.
-        passes: returns further settings, which are code of this package and so no part of the key on disk.
+        passes: returns further settings. They are code of this package, which the key on disk covers already.
     """
     start = time.perf_counter()
     key = settings(hint, options)
@@ -56,9 +56,9 @@ def compile_any_size(
         known = disk_cache.load(signature, key)
         graph = _verified(signature, Graph(*known, from_disk=True)) if known is not None else None
         if graph is None:
-            # Inductor fuses a reduction with the operations before it only if they are not list operations
+            # Inductor does not fuse foreach operations into a reduction that follows them
             traced = trace(signature, hint=hint, decompose_foreach=signature.program.reduces)
-            compiled = Graph(*_lower(signature, traced, {**options, **passes()}))
+            compiled = Graph(*_lower(traced, {**options, **passes()}))
             graph = _verified(signature, compiled)
             if graph is None:
                 raise disagreement(signature)
@@ -68,12 +68,12 @@ def compile_any_size(
 
 
 def settings(hint: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a graph depends on besides its signature: it is kept on disk under both."""
+    """Return what a graph depends on in addition to its signature; both are part of its key on disk."""
     return {**options, "hint": hint}
 
 
 def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[str, Any]) -> Lowered:
-    """Compile a traced graph with Inductor; the options are its settings for this compilation only."""
+    """Compile a traced graph with Inductor; the options apply to this compilation only."""
     from torch._inductor import metrics
     from torch._inductor.compile_fx import compile_fx
 
@@ -82,8 +82,8 @@ def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[st
     return _innermost(compiled), metrics.generated_kernel_count - kernels
 
 
-def _lower(signature: Signature, traced: TracedGraph, options: Mapping[str, Any]) -> tuple[Run, list[Any], int]:
-    """Compile a traced graph for the CPU; what the C++ compiler or the disk lacks is said in words."""
+def _lower(traced: TracedGraph, options: Mapping[str, Any]) -> tuple[Run, list[Any], int]:
+    """Compile a traced graph for the CPU; raise BackendUnavailableError if the C++ compiler or the disk fails."""
     from torch._inductor import exc
 
     try:
@@ -99,12 +99,12 @@ def _lower(signature: Signature, traced: TracedGraph, options: Mapping[str, Any]
 
 
 def _examples(signature: Signature, shapes: Sequence[Shape]) -> tuple[TensorLists, ExampleArguments]:
-    """Return inputs of a signature, all different and away from zero, the same every time."""
+    """Return example inputs for a signature: random values in [0.5, 1.5), the same in every call."""
     generator = torch.Generator().manual_seed(0)
     specs = [(shape, dtype, signature.device) for dtype in signature.dtypes for shape in shapes]
     for name, dtype, shape in signature.arguments:
         specs.append((shape, dtype, "cpu" if name == "scalars" else signature.device))
-    # longer than needed: a graph that mistakes one input for another must fail the comparison, not the process
+    # longer than needed: a graph with a wrong order of inputs must fail the comparison, not read out of bounds
     longer = [torch.rand(max(256, math.prod(s)), generator=generator, device="cpu") + 0.5 for s, _, _ in specs]
     made = [
         values.to(device, dtype)[: math.prod(shape)].view(shape)
@@ -126,7 +126,7 @@ def _verified(signature: Signature, graph: Graph) -> Graph | None:
 def _unwrap_kernel(signature: Signature, graph: Graph) -> Graph | None:
     """Return the same graph without the wrapper around its kernel, if one kernel is all there is to it."""
     rank, width = signature.rank, signature.lane.width
-    shapes = [tuple(range(lane * rank + 1, lane * rank + 1 + rank)) for lane in range(width)]  # no number twice
+    shapes = [tuple(range(lane * rank + 1, lane * rank + 1 + rank)) for lane in range(width)]  # all different
     try:
         inputs = graph.order_inputs(shapes, *_examples(signature, shapes))
         found = only_kernel(graph.run, inputs, graph.inputs)
@@ -136,9 +136,9 @@ def _unwrap_kernel(signature: Signature, graph: Graph) -> Graph | None:
 
 
 def _agrees_on_lanes(signature: Signature, graph: Graph) -> bool:
-    """Return True if the graph agrees with the eager program on lanes of several sizes, one element among them.
+    """Return True if the graph agrees with the eager program on lanes of several sizes, including one element.
 
-    The gradients are given in other shapes: generated code takes their address, and callers rely on that.
+    The gradients are passed in other shapes, to verify ``Backend.grads_by_address``.
     """
     rows = (5,) * (signature.rank - 1)
     shapes = [(*rows, (37, 1, 3, 8)[lane % 4]) for lane in range(signature.lane.width)]
@@ -156,7 +156,7 @@ def agrees(
     run: Callable[[TensorLists, ExampleArguments], Sequence[Tensor]],
     failures: tuple[type[Exception], ...] = (),
 ) -> bool:
-    """Return True if ``run`` computes what the eager program does on example tensors of these shapes.
+    """Return True if ``run`` and the eager program compute the same on example tensors of these shapes.
 
     An exception of one of the ``failures`` types counts as disagreement.
     """
@@ -182,10 +182,10 @@ def agrees(
 
 
 def disagreement(signature: Signature) -> BackendUnavailableError:
-    """Return the error for a unit that computes something else than the eager program."""
+    """Return the error for a unit whose results differ from those of the eager program."""
     return BackendUnavailableError(
         f"the compiled code of {signature} does not compute what its eager form does, so it is not used: "
-        f"torch {torch.__version__} is not supported here. compile=False runs the same step eagerly"
+        f"torch {torch.__version__} is not supported on this machine; pass compile=False to run the same step eagerly"
     )
 
 
@@ -196,7 +196,7 @@ COMPILER_REMEDY = (
 
 
 def _innermost(compiled: Callable[..., Any]) -> Run:
-    """Return Inductor's own entry into the graph from within its wrappers, or the outermost if there is none."""
+    """Return the callable of Inductor's ``CompiledFxGraph`` inside its wrappers; without one, the outermost wrapper."""
     from torch._inductor.output_code import CompiledFxGraph
 
     layers: list[Any] = [compiled]

@@ -1,9 +1,9 @@
-"""Calling a graph's only kernel without the Python wrapper that Inductor generates around it.
+"""Call the only kernel of a graph without the Python wrapper that Inductor generates around it.
 
-The wrapper unpacks its arguments, checks that sizes are not negative, drops each reference and passes most of the
-arguments on twice: about as much work as the kernel itself does on four small tensors. Where it does nothing but pass
-inputs to one kernel, this can be seen by letting it run once, and from then on the kernel is called with the same
-inputs in the same order.
+The wrapper unpacks its arguments, checks that sizes are not negative, deletes each reference and passes most arguments
+twice. On four small tensors this takes about as long as the kernel itself. :func:`only_kernel` runs the wrapper once
+and records the call of the kernel. If the wrapper only passes its inputs to one kernel, later steps call the kernel
+directly, with the same inputs in the same order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ KERNEL_PREFIX = "cpp_fused"
 def only_kernel(
     run: Callable[[list[Any]], Sequence[Any]], arguments: Sequence[Any], places: Sequence[Place]
 ) -> tuple[Callable[..., Any], list[Place]] | None:
-    """The kernel that ``run`` calls and the place of each of its arguments, or None if it does more than that.
+    """Return the kernel that ``run`` calls and the place of each kernel argument; None if ``run`` does anything else.
 
-    Runs it once. All numbers among the arguments must be different, so that one is not taken for another.
+    This calls ``run`` once. All integers among ``arguments`` must differ, because they are identified by value.
     """
     namespace: dict[str, Any] = getattr(run, "__globals__", {}) or getattr(run, "__func__", run).__globals__
     kernels = [name for name in namespace if name.startswith(KERNEL_PREFIX)]

@@ -1,4 +1,4 @@
-"""Backends that cut a batch into calls of units, and combine what the calls return."""
+"""The base of all built-in backends: split a batch into calls of units, and combine the results of the calls."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from compiled_optim.program import Result, TensorLists
 
 
 class LaneBackend(Backend):
-    """A backend that cuts a batch into lanes; a subclass says how (``cut``) and compiles one (``compile``)."""
+    """A backend that splits a batch into lanes. A subclass defines the split (``cut``) and compiles (``compile``)."""
 
     @abstractmethod
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Cut a list of tensors, given by their shapes, into calls: the lane and the indices of each."""
+        """Split a list of tensors, given by their shapes, into calls; return the lane and the indices of each call."""
 
     def units(self, batch: Batch) -> list[UnitCall]:
         """Return a call for each lane."""
@@ -37,7 +37,7 @@ class LaneBackend(Backend):
         calls = []
         for lane, indices in self.cut(batch.shapes):
             arguments = tuple(
-                # the totals of a batch have a column for each tensor, those of a unit one for each place in its lane
+                # the totals of a batch have a column per tensor; a unit takes those of its lane, flattened
                 spec._replace(shape=(spec.shape[0] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
                 for spec in batch.arguments
             )
@@ -71,12 +71,12 @@ class LaneBackend(Backend):
 
 
 class _SumBatch(BoundBatch):
-    """Returns the sum of each call, as one 1-D tensor; None without calls."""
+    """Returns the sums of all calls as one 1-D tensor, or None without calls."""
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
         sums = [result for _, _, pick, call in self.calls if (result := call(pick(grads))) is not None]
         if len(sums) == 1:
-            return sums[0].view(1)  # no copy, and so no launch
+            return sums[0].view(1)  # no copy, so no kernel launch
         return torch.stack(sums) if sums else None
 
 
@@ -97,7 +97,7 @@ class _MeasureBatch(BoundBatch):
 
 
 class _FinishBatch(BoundBatch):
-    """Hands the totals of its tensors to each call before it runs."""
+    """Copies to each call the totals of its tensors, then runs the calls."""
 
     def __init__(
         self, calls: Sequence[BoundCall], totals: Tensor, parts: Sequence[Tensor], places: Sequence[Tensor]
@@ -112,7 +112,7 @@ class _FinishBatch(BoundBatch):
 
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function that picks the items at these indices, by a slice if they are consecutive."""
+    """Return a function that selects the items at these indices; it uses a slice if they are consecutive."""
     consecutive = slice(indices[0], indices[-1] + 1)
     same = list(indices) == list(range(consecutive.stop))[consecutive]
     return itemgetter(consecutive) if same else itemgetter(*indices)

@@ -1,8 +1,8 @@
-"""The Ascend NPU backends: whole lists, compiled by torchair (``npu``) or by Inductor through triton-ascend.
+"""The Ascend NPU backends: whole lists, compiled by torchair (``npu``) or by Inductor with triton-ascend.
 
-torchair turns a traced graph into a GE graph with a converter for each operation, and decomposes almost nothing itself.
-List operations it has no converter for are taken apart here. An update in place becomes an output that refers to its
-input, so nothing is copied back.
+torchair converts a traced graph to a GE graph, with one converter for each operation, and decomposes almost nothing.
+This module decomposes the ``torch._foreach_*`` operations that have no converter. GE outputs alias the inputs that are
+updated in place, so no result is copied back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from compiled_optim.backends.base import Availability
 from compiled_optim.backends.decompositions import missing_foreach_decompositions, skip_whole_view
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
+from compiled_optim.errors import first_line
 
 
 class NpuBackend(WholeListBackend):
@@ -27,24 +28,27 @@ class NpuBackend(WholeListBackend):
     name = "npu"
     devices = ("npu",)
     limit = 40
-    """As on CUDA. Converting takes 0.2 s a tensor; how long CANN takes over a graph was not measured."""
+    """The same as for CUDA. Conversion takes 0.2 s per tensor; the compile time of CANN was not measured."""
 
     compiler = "torchair"
     compiler_remedy = "it comes with torch_npu and needs the packages protobuf and packaging"
 
     def available(self) -> Availability:
-        """Prove it: import torch_npu and the compiler, and see a device. Names in lists are there without either."""
+        """Import torch_npu and the compiler and look for a device; report what is missing.
+
+        A name in torch's lists of devices or compilers does not show that either of them works.
+        """
         what = _missing_device() or _missing(self.compiler, self.compiler_remedy)
         return Availability(False, f"{what}, or {REMEDY}") if what else Availability(True)
 
     def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
-        """Compile with torchair, which says nothing about the kernels it makes."""
+        """Compile with torchair. It does not report the number of kernels, so 0 is returned."""
         import torchair
 
         config = torchair.CompilerConfig()
         config.experimental_config.keep_inference_input_mutations = True
         config.experimental_config.frozen_parameter = False
-        # the converter of as_strided fails on 0-dim tensors
+        # torchair's converter for as_strided fails on 0-dim tensors
         decompositions = {
             **missing_foreach_decompositions(has_converter),
             torch.ops.aten.as_strided.default: skip_whole_view,
@@ -55,20 +59,20 @@ class NpuBackend(WholeListBackend):
 
 
 class NpuInductorBackend(NpuBackend):
-    """Inductor's code for the NPU; only on request, by name."""
+    """Inductor's code for the NPU. Used only if it is selected by name."""
 
     name = "npu-inductor"
     compiler = "triton"
     compiler_remedy = "install triton-ascend"
 
     def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
-        """Compile with Inductor, once torch_npu has taught it the device."""
+        """Compile with Inductor, after torch_npu has registered the device with it."""
         importlib.import_module("torch_npu._inductor")
         return lower(module, inputs, {"size_asserts": False})
 
 
 def has_converter(operation: torch._ops.OpOverload) -> bool:
-    """Whether torchair has a converter for an operation that does more than to say it is not implemented."""
+    """Return True if torchair can convert an operation. A converter that only raises an error does not count."""
     from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 
     converter = _get_converter(operation)
@@ -78,7 +82,7 @@ def has_converter(operation: torch._ops.OpOverload) -> bool:
 
 
 def _missing_device() -> str | None:
-    """What is missing for tensors on an NPU, from the software up."""
+    """Return what is missing to use an NPU, torch_npu first, or None."""
     what = _missing("torch_npu", "install the release that belongs to this torch, and CANN")
     if what is None and not _sees_device():
         what = "torch_npu sees no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
@@ -86,27 +90,23 @@ def _missing_device() -> str | None:
 
 
 def _missing(module: str, remedy: str) -> str | None:
-    """Why a module cannot be imported, if so."""
+    """Return why a module cannot be imported, with the remedy, or None if it can."""
     if module not in sys.modules and find_spec(module) is None:
         return f"{module} is not installed; {remedy}"
     try:
         importlib.import_module(module)
-    except Exception as error:  # torch_npu raises what its libraries make of a broken set-up
+    except Exception as error:  # a broken installation raises many kinds of errors
         if ".so" in str(error):
             return (
-                f"the CANN libraries were not found ({_first_line(error)}); install the CANN toolkit and run its "
+                f"the CANN libraries were not found ({first_line(error)}); install the CANN toolkit and run its "
                 "set_env.sh in the shell that starts Python"
             )
-        return f"{module} cannot be imported ({_first_line(error)}); {remedy}"
+        return f"{module} cannot be imported ({first_line(error)}); {remedy}"
     return None
 
 
 def _sees_device() -> bool:
     try:
         return bool(torch.npu.is_available())  # type: ignore[attr-defined]
-    except Exception:  # as above
+    except Exception:  # a broken driver raises many kinds of errors
         return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The registry: backends by name, and which one serves a device.
+"""The registry: backends by name, and the default backend of each device type.
 
 A third-party backend that serves a device type is preferred over the built-in one.
 """
@@ -25,9 +25,9 @@ _entry_points_loaded = False
 
 
 def register(backend: Backend) -> Backend:
-    """Make a backend known under its name, replacing an earlier one of that name."""
+    """Register a backend under its name; it replaces an earlier one of that name."""
     _backends[backend.name] = backend
-    copyreg.pickle(type(backend), _by_name)  # a backend is a service: pickles of an optimizer hold its name
+    copyreg.pickle(type(backend), _by_name)  # pickles of an optimizer contain the name only
     return backend
 
 
@@ -59,12 +59,12 @@ def for_device(device_type: str) -> Backend:
 
 
 def select(optimizer: str, device: torch.device, preferred: Backend | None) -> Backend:
-    """Return the backend for a device, the preferred one or the device's own; raise if it cannot work here."""
+    """Return the preferred backend, or the default one for the device; raise if it cannot be used here."""
     backend = preferred or for_device(device.type)
     if backend.devices and device.type not in backend.devices:
         raise BackendUnavailableError(
-            f"backend {backend.name!r} serves {', '.join(backend.devices)} but a parameter is on {device.type!r}; "
-            "leave backend=None to have it chosen by device"
+            f"backend {backend.name!r} serves {', '.join(backend.devices)}, but a parameter is on {device.type!r}; "
+            "use backend=None to choose the backend by device"
         )
     available = backend.available()
     if not available:
@@ -84,6 +84,6 @@ def _load_entry_points() -> None:
             register(entry_point.load()())
 
 
-# the last one that serves a device is the default there
+# the last one for a device type is its default
 for _backend in (CpuBackend, CudaBackend, NpuInductorBackend, NpuBackend, EagerBackend):
     register(_backend())

@@ -1,7 +1,7 @@
-"""Trace a program into one graph of ATen operations, on fake tensors: nothing is allocated and nothing is computed.
+"""Trace a program into one graph of ATen operations, on fake tensors, without allocating or computing anything.
 
-The tracer is ``make_fx``, which runs the rule once as ordinary Python. Dynamo is not involved, so its caches, guards,
-stances and environment variables cannot change what a unit computes.
+The tracer is ``make_fx``, which runs the rule once as ordinary Python. It does not use Dynamo, so Dynamo's caches,
+guards, stances and environment variables cannot change what a unit computes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from compiled_optim.backends.base import Shape, Signature
 from compiled_optim.backends.decompositions import foreach_decompositions
 from compiled_optim.backends.graph import SIZES, Place
-from compiled_optim.errors import RuleError
+from compiled_optim.errors import RuleError, first_line
 from compiled_optim.locations import definition, innermost_user_frame
 from compiled_optim.program import Arguments, Program
 
 
 @dataclass
 class TracedGraph:
-    """A graph, example inputs to compile it with, and the place each input comes from."""
+    """A graph, example inputs to compile it with, and the place of each input."""
 
     module: torch.fx.GraphModule
     examples: list[Any]
@@ -43,9 +43,9 @@ def trace(
     Args:
         signature: what to trace.
         shapes: the shapes of the tensors; None traces for any size.
-        hint: for any size, how many elements a compiler should optimise for.
-        unbind_scalars: pass each hyperparameter as a 0-dim tensor of its own.
-        decompose_foreach: replace list operations by operations on each tensor.
+        hint: with ``shapes=None``, the number of elements a compiler should optimise for.
+        unbind_scalars: pass each hyperparameter as a separate 0-dim tensor.
+        decompose_foreach: replace foreach operations by one operation per tensor.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,12 +85,11 @@ def trace(
 
 
 def untraceable(program: Program, error: Exception) -> RuleError:
-    """Return the error for an update that the tracer gave up on."""
+    """Return the error for an update that cannot be traced."""
     update = getattr(program, "update", type(program))
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     where = innermost_user_frame(traceback.extract_tb(error.__traceback__)) or definition(update)
-    remedy = "compute with torch operations only, on the lists it is given; use compile=False to look at values"
-    return RuleError(f"{update.__qualname__} cannot be compiled as one graph ({reason})", where, remedy)
+    remedy = "compute with torch operations only, on the lists it gets; use compile=False to inspect values"
+    return RuleError(f"{update.__qualname__} cannot be compiled as one graph ({first_line(error)})", where, remedy)
 
 
 def _width(signature: Signature) -> int:
@@ -100,7 +99,7 @@ def _width(signature: Signature) -> int:
 def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
     """Return symbolic shapes for the lanes.
 
-    They are unbacked symbols: correct for sizes 0 and 1 too, which backed ones specialise on.
+    The symbols are unbacked, because backed symbols specialise on the sizes 0 and 1.
     """
     size_hint = round(hint ** (1 / signature.rank))
     shapes = []
@@ -115,7 +114,7 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
 
 
 def _example_inputs(signature: Signature, shapes: Sequence[Any], unbind_scalars: bool) -> dict[Place, Any]:
-    """Return fake inputs by the place each comes from: symbolic sizes, lists, arguments."""
+    """Return fake inputs by place: symbolic sizes, lists, arguments."""
     sizes = [size for shape in shapes for size in shape]
     found: dict[Place, Any] = {(SIZES, i): size for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
     for i, dtype in enumerate(signature.dtypes):

@@ -1,12 +1,13 @@
-"""What the accelerator backends share: whole lists, of compiled-in shapes, in one call.
+"""The base of the accelerator backends: one call takes a whole list of tensors, whose shapes are compiled in.
 
-A launch costs the host more than a small tensor costs an accelerator, so a call takes as many tensors as one graph can
-hold. Shapes are compiled in. Measured on Inductor's CUDA code (20 tensors, AdamW): with sizes left open, compiling
-takes 1.8 times as long and no load is wider than 4 bytes (16 where the size is known to be a multiple), and a sum is
-split over the blocks that suit one assumed size. The price is that another model compiles again. Lists are sorted by
-shape, so where a model repeats its layers, runs of equal tensors share a unit.
+A kernel launch takes longer on the host than a small tensor takes on an accelerator, so a call takes as many tensors as
+one graph can hold. Shapes are compiled in because dynamic sizes are slower. Measured on Inductor's CUDA code (20
+tensors, AdamW): with dynamic sizes, compilation takes 1.8 times as long, loads are at most 4 bytes wide (16 with known
+sizes that are a multiple of that), and the number of blocks of a reduction suits one assumed size only.
 
-Scalars are 0-dim CPU tensors, whose values become arguments of the kernels; the host does not wait for the device.
+Limit: each model compiles its own units. Lists are sorted by shape, so repeated layers of a model can share a unit.
+
+Scalars are 0-dim CPU tensors. Their values become kernel arguments, so the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from compiled_optim.backends.tracing import trace
 from compiled_optim.program import TensorLists
 
 REMEDY = "pass compile=False to run the same step eagerly on this device"
-"""What to do where an accelerator's compiler is missing."""
+"""The remedy if an accelerator's compiler is missing."""
 
 MAX_VERIFIED_ELEMENTS = 1 << 22
-"""A unit is run against the eager program before use only if it takes no more elements than this, to spare memory."""
+"""The largest unit, in elements, that is compared with the eager program before use. The comparison takes memory."""
 
 
 class ListUnit(Unit):
@@ -43,17 +44,17 @@ class ListUnit(Unit):
         self.seconds = graph.seconds
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Order the graph's inputs once; a call only puts the gradients into their places."""
+        """Put the graph's inputs into order once; a call only inserts the gradients."""
         nothing: list[Any] = [None] * len(shapes)
         inputs = self._graph.order_inputs((), [nothing, *lists], unbind_scalars(arguments.tensors()))
         return self._graph.bind(inputs, len(shapes))
 
 
 class WholeListBackend(LaneBackend):
-    """Cuts lists only where they get too long, and compiles each part for its shapes."""
+    """Splits only lists that are too long, and compiles each part for its shapes."""
 
     limit: int
-    """How many tensors a call takes at most."""
+    """The largest number of tensors in a call."""
 
     unit_type: type[ListUnit] = ListUnit
 
@@ -62,13 +63,13 @@ class WholeListBackend(LaneBackend):
         """Compile a traced graph."""
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Cut into parts of at most ``limit`` tensors, sorted by shape."""
+        """Sort the tensors by shape and split them into parts of at most ``limit``."""
         indices = sorted((i for i, shape in enumerate(shapes) if math.prod(shape)), key=lambda i: shapes[i])
         parts = [indices[start : start + self.limit] for start in range(0, len(indices), self.limit)]
         return [(Lane("list", len(part), tuple(tuple(shapes[i]) for i in part)), part) for part in parts]
 
     def compile(self, signature: Signature) -> Unit:
-        """Trace on fake tensors and compile; a graph that does not compute what the program does is not used."""
+        """Trace on fake tensors and compile; raise if the results differ from those of the eager program."""
         start = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
             graph = self.graph(signature)
@@ -83,13 +84,13 @@ class WholeListBackend(LaneBackend):
         return self.unit_type(graph)
 
     def graph(self, signature: Signature) -> Graph:
-        """Return the compiled graph of a signature, not yet run."""
+        """Return the compiled graph of a signature, before verification."""
         traced = trace(signature, signature.lane.shapes, unbind_scalars=True)
         run, kernels = self.lower(traced.module, traced.examples)
         return Graph(run, traced.inputs, kernels)
 
 
 def unbind_scalars(arguments: ArgumentValues) -> ArgumentValues:
-    """Return the arguments with the scalars as 0-dim views of the same host memory."""
+    """Return the arguments, with the scalars as 0-dim views of the same host memory."""
     scalars = arguments.get("scalars")
     return {**arguments, "scalars": scalars.unbind()} if isinstance(scalars, Tensor) else arguments

@@ -1,4 +1,4 @@
-"""``python -m compiled_optim``: see ``cli``."""
+"""Run ``cli.main`` for ``python -m compiled_optim``."""
 
 from __future__ import annotations
 

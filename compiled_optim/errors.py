@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 MAX_LISTED_CHANGES = 10
-"""How many changes the message of a ReallocationError spells out."""
+"""The number of changes listed in the message of a ReallocationError."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -14,11 +14,11 @@ class BackendUnavailableError(RuntimeError):
 
 
 class DescribesChange(Protocol):
-    """One reallocated parameter: ``str()`` gives the change, ``cause`` the code that likely made it."""
+    """One reallocated parameter: ``str()`` describes the change, ``cause`` is the code that likely caused it."""
 
     @property
     def cause(self) -> str:
-        """What users usually write when this happens."""
+        """The code that most often causes this kind of change."""
 
 
 class ReallocationError(RuntimeError):
@@ -50,7 +50,7 @@ class ReallocationError(RuntimeError):
 
 
 class RuleError(TypeError):
-    """An update rule breaks its contract: ``what`` it does, ``where``, and the ``remedy``."""
+    """An update rule has an error: ``what`` is wrong, ``where`` in the code, and the ``remedy``."""
 
     def __init__(self, what: str, where: str, remedy: str) -> None:
         self.what, self.where, self.remedy = what, where, remedy
@@ -62,3 +62,8 @@ class RuleError(TypeError):
 
 class NesterovError(ValueError, TypeError):
     """Nesterov momentum without momentum or with dampening: torch raises ValueError, torch_npu documents TypeError."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -42,7 +42,7 @@ def current_user_line() -> str | None:
 
 
 def rebinding(function: Callable[..., Any], name: str) -> str | None:
-    """Return the first line that assigns to this local name, or None."""
+    """Return the first line of a function that assigns to this local name, or None."""
     code = inspect.unwrap(function).__code__
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno if instruction.positions is not None else None

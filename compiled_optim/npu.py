@@ -1,7 +1,7 @@
-"""Drop-in for ``torch_npu.optim``: a training script changes one import line and nothing else.
+"""Drop-in replacement for ``torch_npu.optim``: a training script changes one import line.
 
-The classes have torch_npu's names, argument order and defaults, and what its GradScaler and users ask of a fused
-optimizer. They run on whatever device the parameters are on.
+The classes have the names, argument order and defaults of torch_npu, and the attributes and methods that torch_npu's
+GradScaler and training scripts use. They run on any device. The NPU backend itself is ``backends/npu.py``.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ __all__ = [
 
 
 class NpuFusedOptimizer(Optimizer):
-    """What torch_npu's fused optimizers have beyond torch.optim's.
+    """The interface that torch_npu's fused optimizers have in addition to torch.optim's.
 
-    There, gradients are combined into one tensor for each dtype, which torch_npu's GradScaler then unscales. Nothing is
-    combined here; the scaler gets the gradients themselves, one by one.
+    torch_npu combines gradients into one tensor for each dtype, and its GradScaler unscales these tensors. Here
+    gradients are not combined: the scaler gets the list of gradients.
     """
 
     is_fused_optimizer = True
     is_params_grads_combined = True
 
     def _maybe_init_combined_params_and_grads(self) -> None:
-        """Nothing to combine."""
+        """Do nothing: gradients are not combined."""
 
     @property
     def grads_all_group_combined(self) -> list[Tensor]:
-        """All gradients there are, to be unscaled in place."""
+        """The gradients of all parameters that have one. GradScaler unscales them in place."""
         grads = [param.grad for group in self.param_groups for param in group["params"]]
         return [grad for grad in grads if grad is not None]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Reset gradients: to zero by default, as torch_npu does, or to None, which it refuses."""
+        """Set gradients to zero, as torch_npu does, or to None, which torch_npu does not support."""
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale all gradients in place to a norm of at most ``max_norm``; returns the norm before that."""
+        """Clip all gradients in place to a global norm of ``max_norm``; return the norm before clipping."""
         grads = self.grads_all_group_combined
         if not grads:
             return torch.tensor(0.0)
@@ -78,7 +78,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class NpuFusedSGD(NpuFusedOptimizer, SGD):
-    """:class:`~compiled_optim.SGD`, where the learning rate has to be given."""
+    """:class:`~compiled_optim.SGD`, with a required learning rate."""
 
     def __init__(
         self,

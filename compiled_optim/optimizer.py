@@ -1,7 +1,7 @@
 """The base class of all optimizers: torch.optim's interface around the engine.
 
-A subclass is a constructor and a formula, see :class:`~compiled_optim.engine.rule.Rule` and docs/rules.md. Everything
-else is in the modules this one calls, the ``stepper`` first.
+A subclass defines a constructor and a formula; see :class:`~compiled_optim.engine.rule.Rule` and docs/rules.md. This
+module implements the interface of torch.optim and passes each step to ``stepper``.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ class Optimizer(Rule, torch.optim.Optimizer):
         defaults: the hyperparameters of groups that do not set their own.
         compile: False runs the same update eagerly, as does the environment variable ``COMPILED_OPTIM_EAGER=1``.
         backend: a registered backend's name or a Backend; None chooses one by each parameter's device.
-        on_realloc: what to do when a parameter was reallocated: follow it ("recompile") or raise ReallocationError.
+        on_realloc: "recompile" follows a reallocated parameter, "raise" raises ReallocationError.
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is not changed.
         maximize: ascend instead of descend; ``defaults`` may set it instead.
     """
 
     has_torch_switches: ClassVar[bool] = False
-    """Whether torch.optim has an optimizer of this name, whose ``foreach``, ``fused`` ... are accepted and ignored."""
+    """Whether torch.optim has an optimizer of this name. If so, its ``foreach``, ``fused`` ... have no effect here."""
 
     compile = _setting("compile")
     backend = _setting("backend")
     on_realloc = _setting("on_realloc")
 
     last_grad_norm: Tensor | None = None
-    """If gradients are clipped, the norm of all gradients of the last step before that, as a 0-dim tensor."""
+    """The norm of all gradients of the last step before clipping, as a 0-dim tensor; None without clipping."""
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    """Set by torch.amp.GradScaler for the length of a step; absent otherwise. See ``engine.amp``."""
+    """Set by torch.amp.GradScaler during a step; otherwise absent. See ``engine.amp``."""
 
     _comparison: Comparison | None = None
-    _state_was_accessed = False  # by others than this package, who could change it from then on
+    _state_was_accessed = False  # by user code, which may change it at any time afterwards
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The state of each parameter, as in torch.optim. Once it was accessed, every step checks it."""
+        """The state of each parameter, as in torch.optim. After the first access, every step checks the state."""
         self._state_was_accessed = True
         return self._state
 
@@ -113,14 +113,14 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, *args: Any, **kwargs: Any) -> float | None:
-        """Make one step; with a closure, call it first with gradients enabled and return its loss."""
-        if "grad_scaler" in kwargs:  # of torch_npu: it steps this as an ordinary optimizer, and unscales itself
+        """Make one step. A closure is called first, with gradients enabled; return its loss."""
+        if "grad_scaler" in kwargs:  # of torch_npu, which unscales gradients itself
             with amp.without_amp_scaling(self):
                 return kwargs["grad_scaler"].step(self)  # type: ignore[no-any-return]
         make_step = self._step
         if torch.compiler.is_compiling():
             make_step = self._step_out_of_graph
-        # torch's own wrapper, always on, would take 10 µs; torch wraps a subclass's own step
+        # torch's wrapper takes 10 µs, so it is used only if needed; torch itself wraps a step that a subclass defines
         elif type(self).step is Optimizer.step and (
             torch._C._autograd._profiler_enabled()
             or self._optimizer_step_pre_hooks
@@ -129,19 +129,19 @@ class Optimizer(Rule, torch.optim.Optimizer):
             or _global_optimizer_post_hooks
         ):
             make_step = self._observed_step
-        return make_step(*args, **kwargs)  # as they came: hooks get to see them
+        return make_step(*args, **kwargs)  # unchanged, because hooks get them
 
-    step.hooked = True  # type: ignore[attr-defined] # torch then does not wrap it
+    step.hooked = True  # type: ignore[attr-defined] # prevents torch from wrapping it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as in torch.optim, of the parameters the watched modules hold now."""
+        """Reset the gradients as in torch.optim. Parameters that a watched module has replaced are followed first."""
         if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
             with torch.no_grad(), self._stepper.synced_params(self.param_groups, self._state):
                 pass
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim; its hyperparameters are checked too."""
+        """Add a group as in torch.optim, and check its hyperparameters."""
         if isinstance(param_group, dict):
             self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -169,12 +169,12 @@ class Optimizer(Rule, torch.optim.Optimizer):
         another optimizer's) raises ValueError, which names the parameter or group, and changes nothing. A state of a
         float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
         """
-        state_dict = copy.copy(state_dict)  # for hooks to change, as in torch
+        state_dict = copy.copy(state_dict)  # hooks may change it, as in torch
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         groups, follow = self.param_groups, self.on_realloc == "recompile"
-        # with "raise", the next step reports what has changed
+        # with on_realloc="raise", the next step reports changes
         with self._stepper.synced_params(groups, self._state) if follow else nullcontext():
             names = self._stepper.tracker.names(groups)
             self.__setstate__(checkpoint.read(self, groups, names, self.defaults, state_dict))
@@ -191,14 +191,14 @@ class Optimizer(Rule, torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(checkpoint.complete_group(self, self.defaults, group))
-        if "_stepper" not in self.__dict__:  # else load_state_dict: another state, the same parameters
+        if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
             self._stepper = Stepper(self, self._settings, uses_scaler)
             self._stepper.tracker.add([param for group in self.param_groups for param in group["params"]])
         self._stepper.discard_plan()
         self._state_was_accessed = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """Copy parameters and state; if a watched module was copied before, the copy watches its copy."""
+        """Copy parameters and state. If a watched module is in ``memo``, the new optimizer watches its copy."""
         other = memo[id(self)] = type(self).__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         other._stepper.tracker.copy_from(self._stepper.tracker, memo)
@@ -207,7 +207,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
     # ---- beyond torch.optim
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Check a module before every step, and notice when it replaces or drops a parameter of this optimizer.
+        """Check a module before every step, to detect that it replaced or removed a parameter of this optimizer.
 
         By default a new parameter is adopted with fresh state, in the group of the old one, and a dropped one is
         removed; with ``on_realloc="raise"`` the step raises. Several modules may be watched.
@@ -217,23 +217,23 @@ class Optimizer(Rule, torch.optim.Optimizer):
         self._stepper.tracker.watch(module)
 
     def warmup(self) -> None:
-        """Compile now what the first step will need, without making a step; on a terminal, show a progress bar.
+        """Compile the units of the first step without making a step. On a terminal, show a progress bar.
 
-        Assumes that every parameter gets a gradient; those that have no memory yet are left out. Units for scaled
-        gradients are compiled once a GradScaler has made a step.
+        This assumes that every parameter gets a gradient. Parameters without memory (lazy, meta) are skipped. Units for
+        scaled gradients are compiled in the first step of a GradScaler.
         """
         with torch.no_grad():
             self._stepper.warmup(self.param_groups, self._state, bar=sys.stderr.isatty())
 
     def explain(self) -> Explanation:
-        """Return what was compiled, for which devices, what a step calls, and what the guard saw. Never raises."""
+        """Return a report: backends, compiled units, the calls of a step, guard events and advice. Never raises."""
         return self._stepper.explain(self.param_groups, self._state)
 
     @contextmanager
     def compare_eager(self) -> Iterator[Comparison]:
-        """Make the next step, within this context, both ways, and report the difference in each parameter.
+        """Make the next step in this context compiled and eagerly, and report the differences in each parameter.
 
-        The compiled step is the one that counts; the eager one runs on copies, which take memory meanwhile.
+        The compiled step updates the parameters. The eager step runs on copies, which take memory during the step.
 
         >>> import compiled_optim as co
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -263,7 +263,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.is_inference_mode_enabled():  # states made there could never be stepped outside of it
+        if torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
             with torch.inference_mode(False):
                 self._update()
         else:

@@ -1,4 +1,4 @@
-"""The keyword-only options of all optimizers: their types, for constructors to pass on, and their checks."""
+"""The keyword-only options of all optimizers: types for the signatures of constructors, and checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TORCH_SWITCHES: dict[str, bool | None] = {
     "capturable": False,
     "differentiable": False,
 }
-"""torch.optim's options that are accepted where torch has an optimizer of the same name, and have no effect."""
+"""Options of torch.optim and their defaults. Optimizers that torch.optim has too accept them; they have no effect."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -25,13 +25,13 @@ class RunOptions(TypedDict, total=False):
 
 
 class EngineOptions(RunOptions, total=False):
-    """The same for optimizers that have no ``max_grad_norm`` of their own."""
+    """The options of optimizers that do not define their own ``max_grad_norm``."""
 
     max_grad_norm: float | None
 
 
 class TorchOptions(EngineOptions, total=False):
-    """The same for optimizers torch also has: its switches are accepted and have no effect."""
+    """The options of optimizers that torch.optim has too. The additional ones have no effect."""
 
     foreach: bool | None
     fused: bool | None

@@ -1,8 +1,8 @@
-"""Programs: what a compiled unit computes, as a function over parallel lists of tensors.
+"""Programs: the functions that backends compile, over parallel lists of tensors.
 
 A program is hashable and holds everything that changes its graph, so equal programs compile to equal graphs. Eager
-mode runs the same object that a backend compiles. The first list is always the gradients, which are new tensors every
-step; everything else is bound once.
+mode runs the same object that a backend compiles. The first list contains the gradients, which are new tensors in every
+step. Everything else is bound once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from compiled_optim.tensors import AllReduce, Scalar, Tensors, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
+ALL_REDUCE = "all_reduce"
+"""The keyword argument of a rule that sums over tensors."""
+
 ScalarValues: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float]
-"""Hyperparameters: a 1-D tensor or 0-dim tensors, every value and then one minus every value; or Python numbers."""
+"""Hyperparameters: Python numbers; or a 1-D tensor or 0-dim tensors with all values, then one minus each value."""
 
 
 class Arguments(NamedTuple):
-    """What a program takes beside its lists; None where it does not take it.
+    """The arguments of a program in addition to its lists; None for those it does not take.
 
-    ``grad_scale`` is a 0-dim tensor that gradients are multiplied by. ``totals`` are a rule's sums over whole tensors,
-    sum by sum for all tensors, for the second phase of a rule over sharded tensors.
+    ``grad_scale`` is a 0-dim tensor by which gradients are multiplied. ``totals`` are the sums of a rule over whole
+    tensors, for the phase FINISH: first one sum for all tensors, then the next.
     """
 
     scalars: ScalarValues | None = None
@@ -40,7 +43,7 @@ class Arguments(NamedTuple):
 
 
 class Result(Enum):
-    """What a program returns."""
+    """The kind of result a program returns."""
 
     NOTHING = "nothing"
     SUM = "one sum over all its tensors, as a 0-dim tensor; a bound batch returns those of its calls, as a 1-D tensor"
@@ -56,21 +59,21 @@ class Program(Protocol):
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """Words that distinguish it from other programs of the same name."""
+        """Words that distinguish the program from others of the same name."""
         return ()
 
     @property
     def result(self) -> Result:
-        """What it returns."""
+        """The kind of result the program returns."""
         return Result.NOTHING
 
     @property
     def reduces(self) -> bool:
-        """Whether it sums over tensors."""
+        """Whether the program sums over tensors."""
         return False
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
-        """Run the program; what it updates, it updates in place."""
+        """Run the program; it updates tensors in place."""
 
     def __hash__(self) -> int: ...
 
@@ -87,12 +90,12 @@ class Phase(Enum):
 class UpdateProgram:
     """An optimizer's update rule over ``[grads, params, *states]``.
 
-    The rule sees its tensors in ``dtype``, which is float32 or float64; ``storages``, of the parameters and of each
-    state, convert from and to what is kept in memory. No storages means that everything is kept in ``dtype``.
+    The rule gets its tensors in ``dtype``, float32 or float64. ``storages``, one for the parameters and one for each
+    state, convert between ``dtype`` and the dtype in memory. Without storages everything is kept in ``dtype``.
 
-    A rule that sums over tensors passes its sums through its argument ``all_reduce``. Over tensors that are sharded,
-    such a rule runs twice. MEASURE runs it on copies and returns the sums over this process's shards; what does not
-    contribute to them, a compiler leaves out. FINISH runs it again with the sums over all shards, from ``totals``.
+    A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
+    twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
+    computation. FINISH runs it again, with the sums over all shards from ``totals``.
     """
 
     name: str = field(compare=False)
@@ -112,25 +115,25 @@ class UpdateProgram:
 
     @property
     def is_separable(self) -> bool:
-        """Whether parts of a 1-D tensor may be updated one by one, with the rule's sums added up before.
+        """Whether parts of a 1-D tensor can be updated one by one, after the rule's sums over all parts are added.
 
-        True for this package's rules, which are tested so. Of users' rules it is not known.
+        True for the rules of this package, which are tested for it. For other rules it is unknown.
         """
         return is_ours(self.update)
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """Whether it scales gradients, and the phase if there are two."""
+        """Words for logs: "scaled" if gradients are scaled, and the phase if there are two."""
         phase = () if self.phase is Phase.WHOLE else (self.phase.value,)
         return ("scaled", *phase) if self.scaled else phase
 
     @property
     def result(self) -> Result:
-        """Sums if it only measures."""
+        """SUMS in the phase MEASURE, else NOTHING."""
         return Result.SUMS if self.phase is Phase.MEASURE else Result.NOTHING
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
-        """Apply the rule once, in place; or only measure, and change nothing."""
+        """Apply the rule once, in place. The phase MEASURE changes nothing and returns the sums."""
         if self.phase is Phase.MEASURE:
             return torch.stack(self.measure(lists, arguments))
         totals, known = arguments.totals, self.phase is Phase.FINISH
@@ -138,7 +141,7 @@ class UpdateProgram:
         return None
 
     def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
-        """Return the sums the rule takes, sum by sum for all tensors; nothing is changed."""
+        """Return the sums that the rule computes, first one sum for all tensors, then the next. Change nothing."""
         recorded = _RecordedSums()
         copies = [[tensor.clone() for tensor in tensors] for tensors in lists[1:]]
         self._run([lists[0], *copies], arguments, recorded)
@@ -158,7 +161,7 @@ class UpdateProgram:
             **dict(zip(self.states, states, strict=True)),
             **self._numbers(arguments.scalars),
             **dict(self.flags),
-            **({"all_reduce": all_reduce} if self.reduces else {}),
+            **({ALL_REDUCE: all_reduce} if self.reduces else {}),
         )
         for storage, each, result in zip(storages, kept, (params, *states), strict=True):
             storage.store(each, result)
@@ -178,24 +181,24 @@ class UpdateProgram:
 
 @lru_cache(maxsize=1024)
 def takes_all_reduce(update: Callable[..., None]) -> bool:
-    """Return True if a rule sums over tensors: it has an argument ``all_reduce``."""
-    return "all_reduce" in inspect.signature(update).parameters
+    """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
+    return ALL_REDUCE in inspect.signature(update).parameters
 
 
 @lru_cache(maxsize=256)
 def count_sums(program: UpdateProgram, rank: int) -> int:
-    """Return how many sums a rule takes over each tensor with ``rank`` dimensions, by running it once."""
+    """Return the number of sums that a rule computes over each tensor with ``rank`` dimensions; it is run once."""
     lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(program.states))]
     return len(program.measure(lists, example_arguments(program)))
 
 
 def example_arguments(program: UpdateProgram) -> Arguments:
-    """Return arguments to try a program with: all ones, on the CPU, in float32."""
+    """Return example arguments for a program: all ones, on the CPU, in float32."""
     return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), torch.ones((), device="cpu"))
 
 
 class _RecordedSums:
-    """Records a rule's sums, sum by sum for all tensors, and returns them as they are."""
+    """An ``all_reduce`` that records the sums and returns them unchanged."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
@@ -208,7 +211,7 @@ class _RecordedSums:
 
 
 class _KnownSums:
-    """Returns known totals, in the order in which :class:`_RecordedSums` recorded their parts."""
+    """An ``all_reduce`` that returns given totals, in the order in which :class:`_RecordedSums` records sums."""
 
     def __init__(self, totals: Tensor | None, tensors: int) -> None:
         assert totals is not None

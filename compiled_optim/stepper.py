@@ -1,7 +1,7 @@
-"""Make the steps of one optimizer: keep its plan and guard, follow reallocated parameters, record what happened.
+"""Make the steps of one optimizer: keep its plan and guard, follow reallocated parameters, record events.
 
-This is where engine, guard and diagnostics meet. It gets an optimizer's groups and states with every call, because an
-optimizer may replace both.
+This module connects engine, guard and diagnostics. Every call takes the groups and states of the optimizer, because
+both may be replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from compiled_optim.guard.tracker import Tracker, has_memory, restored_on_error
 
 @dataclass
 class Settings:
-    """The options of an optimizer that say how its steps run."""
+    """The options of an optimizer that control how its steps run."""
 
     compile: bool
     backend: Backend | None
@@ -50,7 +50,7 @@ class Stepper:
         self._name = type(rule).__name__
         self.settings = settings
         self.uses_scaler = uses_scaler
-        """A GradScaler has made a step, so programs multiply gradients by its inverse scale."""
+        """Whether a GradScaler has made a step. If so, programs multiply gradients by its inverse scale."""
         self.tracker = Tracker()
         self._plan: Plan | None = None
         self._guard: Guard | None = None
@@ -59,7 +59,7 @@ class Stepper:
         self._has_stepped = False
 
     def discard_plan(self) -> None:
-        """Make a new plan in the next step."""
+        """Discard the plan; the next step makes a new one."""
         self._plan = None
 
     def step(
@@ -67,7 +67,7 @@ class Stepper:
     ) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
 
-        ``state_was_accessed`` says that user code may have changed the state; then it is checked too.
+        With ``state_was_accessed`` the state is checked too, because user code may have changed it.
         """
         params = [param for group in groups for param in group["params"]]
         grads = [param.grad for param in params]
@@ -91,9 +91,9 @@ class Stepper:
     def compared_step(
         self, comparison: Comparison, groups: Sequence[Group], state: State, unscale: Tensor | None
     ) -> Tensor | None:
-        """Make one step both ways, and record how they differ."""
+        """Make one step compiled and eagerly, and record the differences."""
         if self.settings.on_realloc == "recompile":
-            with self.synced_params(groups, state):  # the copies are to be of what is stepped
+            with self.synced_params(groups, state):  # so that the current parameters are copied
                 pass
         twin = EagerTwin(self._rule, groups, state, self.tracker.names(groups))
         norm = self.step(groups, state, True, unscale)
@@ -102,12 +102,12 @@ class Stepper:
         return norm
 
     def warmup(self, groups: Sequence[Group], state: State, bar: bool) -> None:
-        """Compile what a step needs in which every parameter has a gradient."""
+        """Compile the units of a step in which every parameter has a gradient."""
         grads = [local_shard(param).detach() if has_memory(param) else None for param in _params(groups)]
         self._compile(self._make_buckets(grads, groups, state), groups, bar)
 
     def explain(self, groups: Sequence[Group], state: State) -> Explanation:
-        """Return how a step runs, what was compiled, and what happened."""
+        """Return a report on the plan, the compiled units and the events."""
         params = _params(groups)
         in_use, problems = {}, []
         for device in dict.fromkeys(param.device for param in params):
@@ -122,14 +122,14 @@ class Stepper:
         return Explanation.from_plan(self._name, mode, [*in_use], self._plan, units, events, found)
 
     def backend_for(self, device: torch.device) -> Backend:
-        """Return the backend that steps parameters on this device; raise if it cannot work here."""
+        """Return the backend for parameters on this device; raise if it cannot be used here."""
         if not self.settings.compile:
             return backends.get("eager")
         return select(self._name, device, self.settings.backend)
 
     @contextmanager
     def synced_params(self, groups: Sequence[Group], state: State) -> Iterator[None]:
-        """Follow what has changed in the parameters, or refuse; reverted if the body of this context raises."""
+        """Follow reallocated parameters, or raise ReallocationError; revert if the body of this context raises."""
         moves = self.tracker.find(groups)
         changes = [move.change for move in moves if move.change is not None]
         if changes and self.settings.on_realloc == "raise":
@@ -144,17 +144,17 @@ class Stepper:
     def _make_plan(
         self, params: list[Tensor], grads: list[Tensor | None], groups: Sequence[Group], state: State
     ) -> tuple[Plan, list[Tensor | None]]:
-        """Make a plan for what there is now; return it with its gradients."""
-        # not without need: this may be a collective operation
+        """Make a plan for the current parameters and gradients; return it with the local gradients."""
+        # only if needed, because it may be a collective operation
         if has_dtensor(grads) or not same_objects(_params(groups), params):
             params = _params(groups)
             grads = local_grads(params, lambda: self.tracker.names(groups))
         buckets = self._make_buckets(grads, groups, state)
-        # a compiler that fails must leave no trace in the state, so it comes first
+        # compile before the state is changed, because compilation may fail
         self._compile(buckets, groups)
         plan = Plan(self._rule, groups, state, buckets, grads)
         plan.refresh(groups, state_was_accessed=False)
-        # parameters without a gradient too: wherever one moves, its state has to follow
+        # also parameters without a gradient: if one is reallocated, its state has to follow
         self._guard = Guard(params, grads, state, list(filter(has_memory, params)), plan.states)
         self._plan = plan
         return plan, grads

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 MAX_PIECE = 1 << 18
-"""How many elements eager mode works on at a time on a CPU: few enough for the cache, enough for several threads."""
+"""The number of elements eager mode processes at a time on the CPU: small enough for the cache, enough for threads."""
 
 
 class Scalar:
     """A hyperparameter inside a traced rule: a 0-dim tensor, so that no value is compiled in.
 
-    ``1 - scalar`` gives ``complement``, which was computed on the host in double precision: in float32, ``1 - 0.999``
-    is off by 5e-5.
+    ``1 - scalar`` returns ``complement``, which the host computes in double precision. In float32, ``1 - 0.999`` has a
+    relative error of 1.3e-5.
     """
 
     __slots__ = ("complement", "tensor")
@@ -61,7 +61,7 @@ class Scalar:
     def __neg__(self) -> Tensor:
         return -self.tensor
 
-    # comparisons give tensors, so that a branch on one is refused
+    # comparisons return tensors, so tracing and validation reject a branch on one
 
     def __lt__(self, other: Any) -> Any:
         return self.tensor < _unwrap(other)
@@ -96,7 +96,7 @@ class Scalar:
 
 
 def _unwrap(value: Any) -> Any:
-    """Return the tensor of a Scalar, in lists too; anything else as it is."""
+    """Return the tensor of a Scalar, also inside a list or tuple; return anything else unchanged."""
     if isinstance(value, Scalar):
         return value.tensor
     if type(value) in (list, tuple):
@@ -109,7 +109,7 @@ Number: TypeAlias = float | Scalar
 
 
 class Tensors(list[Tensor]):
-    """A list of tensors with elementwise operators; those that end in ``_`` and ``+=`` and the like work in place.
+    """A list of tensors with elementwise operators. Methods that end in ``_`` and ``+=`` etc. work in place.
 
     The other operand is a list of the same length, a hyperparameter, or a 0-dim tensor. (``getattr(other, "tensor",
     other)`` is the 0-dim tensor of a :class:`Scalar`, and anything else as it is.)
@@ -175,7 +175,7 @@ class Tensors(list[Tensor]):
         return Tensors(torch._foreach_abs(self))
 
     def maximum_(self, other: list[Tensor]) -> Tensors:
-        """Keep the larger of both, in place."""
+        """Take the elementwise maximum, in place."""
         torch._foreach_maximum_(self, other)
         return self
 
@@ -199,7 +199,7 @@ class Tensors(list[Tensor]):
         return self
 
     def lerp_(self, values: Tensors, weight: Number | Tensor) -> Tensors:
-        """Move towards other values in place: ``self += weight * (values - self)``; exact where both are equal."""
+        """Interpolate in place: ``self += weight * (values - self)``; exact where both are equal."""
         self += (values - self) * weight
         return self
 
@@ -215,27 +215,28 @@ class Tensors(list[Tensor]):
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() > MAX_PIECE:
-        # in eager mode by parts, whose temporaries stay in the cache; a traced tensor is a FakeTensor
+        # eager mode sums in parts whose temporaries fit into the cache; traced tensors are FakeTensors
         parts = torch.split(tensor.view(-1), MAX_PIECE)
         return torch.stack([_sum_of_squares(part) for part in parts]).sum()
     return (tensor * tensor).sum(dtype=sum_dtype(tensor))
 
 
 AllReduce: TypeAlias = Callable[..., tuple[Tensors, ...]]
-"""Takes sums over this process's shards, several lists of 0-dim tensors, and returns the sums over all shards."""
+"""Takes sums over local shards, as several lists of 0-dim tensors, and returns the sums over all shards."""
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to sum a tensor in: float64 on the CPU, where Inductor sums in order and float32 loses digits.
+    """Return the dtype to sum a tensor in: float64 on the CPU, else the dtype of the tensor.
 
-    Accelerators sum in trees, which loses little, and compute in float64 slowly or not at all.
+    On the CPU Inductor sums sequentially, which is inaccurate in float32. Accelerators sum in trees, which is accurate
+    enough, and float64 is slow or missing there.
     """
     return torch.float64 if tensor.device.type == "cpu" else tensor.dtype
 
 
 def materialize(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, and make Inductor store it: else it recomputes a small result for every element.
+    """Return a view of the whole tensor that makes Inductor store it, instead of recomputing it for every element.
 
-    In eager mode this is a view of the whole tensor. In Inductor a view by strides exists only of memory.
+    Inductor has to store the input of ``as_strided`` in memory.
     """
     return tensor.as_strided(tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""``python -m compiled_optim doctor``: what this machine can do, proved by compiling a step with each backend."""
+"""``python -m compiled_optim doctor``: compile and run a step with each backend, and print which of them work."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PREFIXES = ("COMPILED_OPTIM_", "TORCHINDUCTOR_", "TRITON_")
 
 
 def run() -> int:
-    """Print the tables; 0 if at least one backend compiles, else 1."""
-    kept = disk_cache.count_records()  # before this command adds one
+    """Print the tables; return 0 if at least one backend compiles, else 1."""
+    kept = disk_cache.count_records()  # before this command adds records
     answers = {name: examine(backends.get(name)) for name in backends.names()}
     facts = [
         ("torch", torch.__version__),
@@ -47,7 +47,7 @@ def run() -> int:
 
 
 def examine(backend: Backend) -> tuple[bool, str]:
-    """Whether a backend compiles a step here that computes what it should, and what there is to say."""
+    """Compile and run a step; return True if the result is right, and a sentence for the table."""
     available = backend.available()
     if not available:
         return False, f"not available: {available.reason}"
@@ -59,10 +59,10 @@ def examine(backend: Backend) -> tuple[bool, str]:
         param = torch.nn.Parameter(torch.ones(3, device=device))
         param.grad = torch.ones_like(param)
         optimizer = compiled_optim.SGD([param], lr=0.5, backend=backend)
-        optimizer.compile = True  # COMPILED_OPTIM_EAGER says nothing about what can be compiled
+        optimizer.compile = True  # even if COMPILED_OPTIM_EAGER is set
         optimizer.step()
         values = param.tolist()
-    except Exception as error:  # whatever a compiler raises is the answer
+    except Exception as error:  # a compiler may raise anything; it is reported
         return False, f"does not compile: {str(error).strip() or type(error).__name__}"
     if values != [0.5] * 3:
         return False, f"compiles, but a step from 1 by 0.5 leads to {values}"
@@ -70,7 +70,7 @@ def examine(backend: Backend) -> tuple[bool, str]:
 
 
 def compiler_found() -> str:
-    """The C++ compiler Inductor will use, and its version."""
+    """Return the path of the C++ compiler that Inductor will call, and its version."""
     path = shutil.which(compiler())
     if path is None:
         return f"none (looked for {compiler()!r})"
@@ -78,20 +78,20 @@ def compiler_found() -> str:
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"{path}, which fails: {error}"
-    return f"{path}: {(version.splitlines() or ['it does not say its version'])[0]}"
+    return f"{path}: {(version.splitlines() or ['unknown version'])[0]}"
 
 
 def vector_isa() -> str:
-    """The vector instructions Inductor found that it can use, by compiling with them."""
+    """Return the vector instruction set that Inductor selects; Inductor tests it by compiling with it."""
     try:
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
         isa = pick_vec_isa()
-    except Exception as error:  # no compiler, or a torch where this is elsewhere
+    except Exception as error:  # no compiler, or another version of torch
         return f"unknown: {error}"
     return str(isa) if isa else "none"
 
 
 def matters(variable: str) -> bool:
-    """Whether an environment variable changes what is compiled or where it is looked for."""
+    """Return True if an environment variable affects compilation or the choice of devices."""
     return variable in VARIABLES or variable.startswith(PREFIXES)

@@ -1,6 +1,7 @@
-"""``python -m compiled_optim warmup``: compile an optimizer's units into the cache directory, say of an image.
+"""``python -m compiled_optim warmup``: compile an optimizer's units into the cache directory, for example of an image.
 
-Only where units serve every model, as on the CPU: a backend that compiles shapes in needs the model itself.
+Limit: this works only for backends whose units serve every model, such as the CPU. A backend that compiles shapes in
+needs the model; call ``optimizer.warmup()`` there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from compiled_optim.backends.cpu import LARGE
 from compiled_optim.diagnostics.units import FROM_PROCESS
 
 SHAPES = [(2,), (LARGE,), (2, 2), (2, LARGE)]
-"""Small and large tensors, and such as rules by rows see as matrices."""
+"""Small and large tensors, of one dimension and, for rowwise rules, of two."""
 
 OPTIMIZERS = {
     name.lower(): rule
@@ -31,10 +32,14 @@ OPTIMIZERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the arguments of the command to its parser."""
     names = ", ".join(OPTIMIZERS)
-    parser.add_argument("--optimizer", required=True, type=_optimizers, help=f"one or more of {names}; by commas")
-    parser.add_argument("--dtype", default="float32", type=_dtypes, help="of the parameters, by commas (float32)")
+    parser.add_argument(
+        "--optimizer", required=True, type=_optimizers, help=f"one or more of {names}, separated by commas"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", type=_dtypes, help="dtypes of the parameters, separated by commas (float32)"
+    )
     parser.add_argument("--device", default="cpu", help="a device type (cpu)")
     parser.add_argument(
         "--set",
@@ -43,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_setting,
         metavar="NAME=VALUE",
         dest="settings",
-        help="an argument of the optimizer that the training script gives, such as momentum=0.9",
+        help="an argument that the training script passes to the optimizer, such as momentum=0.9",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, with and without clipping, and print what was made; 0 if all went well, else 1."""
+    """Compile the units with and without gradient clipping and print them; return 0 on success, else 1."""
     backend = backends.for_device(arguments.device)
     if isinstance(backend, WholeListBackend):
         print(
@@ -67,13 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 optimizer = rule(params, **{**settings, **dict(arguments.settings)})
             except (TypeError, ValueError) as error:
-                print(f"--set does not suit {rule.__name__}: {error}")
+                print(f"{rule.__name__} does not accept the arguments of --set: {error}")
                 return 1
             optimizer.warmup()
             made = [unit for unit in optimizer.explain().units if unit.source != FROM_PROCESS]
             rows += [(unit.name, f"{unit.seconds:.2f}", unit.source) for unit in made]
     if not rows:
-        print("nothing was compiled: COMPILED_OPTIM_EAGER is set")
+        print("nothing was compiled: unset COMPILED_OPTIM_EAGER, and remove --set compile=False")
         return 1
     print(tabulate(rows, headers=("unit", "seconds", "from"), disable_numparse=True))
     print(f"kept in {backend.cache_directory()}")
@@ -91,7 +96,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
     found = [getattr(torch, name, None) for name in text.split(",")]
     for name, dtype in zip(text.split(","), found, strict=True):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise argparse.ArgumentTypeError(f"{name!r} is no floating-point dtype of torch")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a floating-point dtype of torch")
     return [dtype for dtype in found if isinstance(dtype, torch.dtype)]
 
 

@@ -1,4 +1,4 @@
-"""What is unusual about how an optimizer runs, and what to do about it, for ``explain()``."""
+"""The advice of ``explain()``: find what is unusual about how an optimizer runs, and name the remedy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MANY_RECOMPILES = 5
 def advice(
     names: Mapping[Tensor, str], state: State, plan: Plan | None, units: Sequence[UnitReport], uses_scaler: bool
 ) -> Iterator[str]:
-    """Yield sentences for a person, each with what to do.
+    """Yield one sentence for each finding, with its remedy.
 
-    ``names`` are those of all parameters, ``uses_scaler`` says that a GradScaler has made a step.
+    ``names`` are the names of all parameters. ``uses_scaler`` is True if a GradScaler has made a step.
     """
     if eager_requested():
         yield f"steps run eagerly because {EAGER_VARIABLE} is set; unset it to compile them"
     half = [name for param, name in names.items() if param.dtype == torch.float16 and not uses_scaler]
     if half:
         yield (
-            f"{name_some(half)} in float16: without a gradient scaler small gradients become zero; step by "
+            f"{name_some(half)} in float16: without a gradient scaler small gradients become zero; use "
             "torch.amp.GradScaler, keep parameters in float32 under torch.autocast, or use bfloat16"
         )
     if plan is None:
@@ -42,8 +42,8 @@ def advice(
     if unused:
         when = "never had a gradient" if plan.keeps_state else "had no gradient in the last step"
         yield (
-            f"{name_some(unused)} {when}: not used in the loss? If on purpose, requires_grad_(False) saves their "
-            "gradients"
+            f"{name_some(unused)} {when}: check that the loss uses them; if this is intended, requires_grad_(False) "
+            "saves the memory of their gradients"
         )
     copied = [name for bound in plan.buckets for name in bound.copied]
     if copied:
@@ -51,6 +51,6 @@ def advice(
     late = [unit for unit in units if unit.reason]
     if len(late) >= MANY_RECOMPILES:
         yield (
-            f"{len(late)} units were compiled after the first step: the reasons are above; if they go on, something "
-            "that changes from step to step is a flag of the rule or a shape of the model"
+            f"{len(late)} units were compiled after the first step; the reasons are listed above. If this continues, "
+            "a flag of the rule or a shape of the model changes from step to step"
         )

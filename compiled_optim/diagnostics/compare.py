@@ -1,4 +1,4 @@
-"""Make one step both ways, compiled on the parameters and eagerly on copies, and report how far they differ."""
+"""Compare a compiled step on the parameters with an eager step on copies, and report the differences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from compiled_optim.engine.sharding import local_grads, local_shard
 from compiled_optim.engine.states import State
 
 MAX_ROWS = 20
-"""How many parameters the table lists, the largest differences first."""
+"""The number of parameters in the table. The largest differences come first."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a compiled and an eager step differ in one parameter, or in this process's shard of it.
+    """The difference between a compiled and an eager step in one parameter, or in its local shard.
 
     ``largest`` is the largest difference of an element, ``relative`` the same divided by the largest element, and
     ``states`` the largest difference in each state.
@@ -38,7 +38,7 @@ class Difference:
 class Comparison:
     """The result of ``compare_eager()``; empty until a step was made. It prints as a table.
 
-    ``differences`` has one entry for each parameter, in their order; ``largest`` is the largest of them.
+    ``differences`` has one entry for each parameter, in order; ``largest`` is the largest of them.
     """
 
     def __init__(self, compiled: bool = True) -> None:
@@ -67,7 +67,7 @@ class Comparison:
         return table + (f"\n... and {rest} more, none of which differs more" if rest > 0 else "")
 
     def record(self, names: Sequence[str], params: Sequence[Tensor], state: State, twin: EagerTwin) -> None:
-        """Record how parameters and states differ from those of an eager twin."""
+        """Record the differences of parameters and states from those of an eager twin."""
         self.differences = tuple(
             _difference(name, (param, state.get(param, {})), (copy, twin.state.get(copy, {})))
             for name, param, copy in zip(names, params, twin.params, strict=True)
@@ -75,7 +75,7 @@ class Comparison:
 
 
 class EagerTwin:
-    """Copies of an optimizer's groups and states, which make the same step eagerly."""
+    """Copies of the groups and states of an optimizer, on which the same step is made eagerly."""
 
     def __init__(self, rule: Rule, groups: Sequence[Group], state: State, names: Sequence[str]) -> None:
         copies = {param: _copy(param) for group in groups for param in group["params"]}
@@ -91,7 +91,7 @@ class EagerTwin:
                 }
 
     def step(self, unscale: Tensor | None) -> None:
-        """Make the step."""
+        """Make one eager step on the copies."""
         eager = backends.get("eager")
         grads = local_grads(self.params, lambda: self._names)
         scaled = unscale is not None
@@ -103,7 +103,7 @@ class EagerTwin:
 
 def _copy(param: Tensor) -> Tensor:
     copy = torch.nn.Parameter(param.detach().clone(), param.requires_grad)
-    copy.grad = param.grad  # a step writes to no gradient
+    copy.grad = param.grad  # shared, because a step does not write to gradients
     return copy
 
 
@@ -124,7 +124,7 @@ def _difference(
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of an element; the same infinity, or NaN in both, is none."""
+    """Return the largest difference of an element. Equal infinities, and NaN in both, count as equal."""
     wide = torch.complex128 if actual.is_complex() else torch.float64
     a, b = (local_shard(tensor).detach().to("cpu", wide) for tensor in (actual, expected))
     same = (a == b) | (a.isnan() & b.isnan())

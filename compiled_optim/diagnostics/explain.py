@@ -1,4 +1,4 @@
-"""What ``explain()`` returns: how a step runs, what was compiled for it, and what happened since."""
+"""The report that ``explain()`` returns: the calls of a step, the compiled units, guard events and advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_optim.engine.plan import Plan
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Parameters that are stepped together: the units they call, and how many calls that is in a step."""
+    """Parameters that are stepped together, their units, and the number of calls in a step."""
 
     tensors: int
     elements: int
@@ -29,7 +29,7 @@ class BatchReport:
 
     @classmethod
     def from_bucket(cls, bucket: Bucket, calls: Sequence[BoundCall]) -> BatchReport:
-        """Report on parameters for which a step makes these calls."""
+        """Return the report on a bucket for which a step makes these calls."""
         return cls(
             tensors=len(bucket.entries),
             elements=sum(math.prod(shape) for shape in bucket.shapes),
@@ -48,8 +48,8 @@ class Explanation:
     ``mode`` is "compiled" or "eager"; ``backends`` the names in use; ``graphs`` and ``kernels`` count the compiled
     units this optimizer calls and the loops or kernels in them; ``calls_per_step`` counts the calls of one step;
     ``compile_seconds`` is the time it waited for compilation; ``recompiles`` counts the units compiled after its first
-    step; ``events`` are those of the guard. ``batches`` and ``units`` are the rows of the tables, ``advice`` is what is
-    unusual and what to do about it.
+    step; ``events`` are those of the guard. ``batches`` and ``units`` are the rows of the tables. ``advice`` lists what
+    is unusual, with remedies.
     """
 
     optimizer: str
@@ -76,7 +76,7 @@ class Explanation:
         events: Sequence[str],
         advice: Iterable[str],
     ) -> Explanation:
-        """Explain a plan, or that there is none yet."""
+        """Return the report on a plan; None if no step was made yet."""
         calls = {} if plan is None else plan.calls()
         called = {id(call.unit): call.unit for bucket_calls in calls.values() for call in bucket_calls}
         buckets = [] if plan is None else [bound.bucket for bound in plan.buckets]

@@ -1,4 +1,4 @@
-"""Compile units and show it: a log line before compiling starts and, in ``warmup()``, a bar on a terminal."""
+"""Compile units, with a log line before the compilation and, in ``warmup()`` on a terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BAR_WIDTH = 20
 
 
 def compile_units(optimizer: str, batches: Sequence[Batch], log: UnitLog, late: bool, bar: bool = False) -> None:
-    """Compile every unit that these batches need and that is not known yet; record all of them.
+    """Compile all units of these batches that are not compiled yet; record all units in ``log``.
 
-    ``late`` says that the optimizer has made a step before.
+    ``late`` is True if the optimizer has made a step before.
     """
     needed = {call.signature: batch.backend for batch in batches for call in batch.calls}
     new = {signature: backend for signature, backend in needed.items() if backend.needs_compile(signature)}
@@ -40,7 +40,7 @@ def compile_units(optimizer: str, batches: Sequence[Batch], log: UnitLog, late: 
 
 @contextmanager
 def announced(optimizer: str, units: Units, bar: bool) -> Iterator[Callable[[Signature], None]]:
-    """Announce that these units are about to be compiled; call the returned function before each of them."""
+    """Log that these units will be compiled; yield a function to call before each of them."""
     if units:
         logger.info("%s", announcement(optimizer, units))
     start, done = time.perf_counter(), 0
@@ -64,7 +64,7 @@ def announced(optimizer: str, units: Units, bar: bool) -> Iterator[Callable[[Sig
 
 
 def announcement(optimizer: str, units: Units) -> str:
-    """Return what is going to happen, how long it may take, and where the results will be kept."""
+    """Return the log line: what will be compiled or loaded, the expected time, and the cache directory."""
     devices = ", ".join(dict.fromkeys(signature.device for signature in units))
     caches = dict.fromkeys(cache for backend in units.values() if (cache := backend.cache_directory()) is not None)
     new = {signature: backend for signature, backend in units.items() if not backend.is_cached(signature)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_NAMES = 3
-"""How many parameters a message names; of the others it gives the number."""
+"""The number of parameters that a message names. The others are counted."""
 
 
 def counted(number: int, thing: str) -> str:
@@ -14,7 +14,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """Return how many parameters there are, and the names of the first."""
+    """Return the number of parameters and the names of the first ones."""
     if len(names) == 1:
         return names[0]
     rest = len(names) - MAX_NAMES

@@ -1,4 +1,4 @@
-"""The units an optimizer calls: what each cost, where it came from, and why one was compiled after the first step."""
+"""Records of the units an optimizer uses: compile time, source, and the reason for each recompilation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from compiled_optim.backends import Lane, Signature, Unit
 
 DEPENDENT_FIELDS = ("name", "arguments", "dtype", "storages")
-"""Fields of signatures and programs that follow from others."""
+"""Fields of signatures and programs that are determined by other fields."""
 
 COMPILED, FROM_DISK, FROM_PROCESS = "compiled now", "disk cache", "this process"
 
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit. ``seconds`` is what this optimizer waited for it; ``reason`` is set if that was after its first step.
+    """One unit. ``seconds`` is the time this optimizer waited for it.
 
-    ``source`` is "compiled now", "disk cache" or "this process", if another optimizer had it compiled before.
+    ``source`` is "compiled now", "disk cache", or "this process" if another optimizer has compiled it before.
+    ``reason`` is set if the unit was compiled after the first step.
     """
 
     name: str
@@ -32,13 +33,13 @@ class UnitReport:
 
 
 class UnitLog:
-    """The units an optimizer has asked for, each once."""
+    """The units an optimizer has used, each once."""
 
     def __init__(self) -> None:
         self._units: dict[Signature, UnitReport] = {}
 
     def record(self, signature: Signature, unit: Unit, new: bool, late: bool) -> None:
-        """Record a unit: whether it was compiled or loaded for this optimizer, and whether after its first step."""
+        """Record a unit. ``new``: it was compiled or loaded for this optimizer; ``late``: after its first step."""
         if signature in self._units:
             return
         source = FROM_PROCESS if not new else FROM_DISK if unit.from_disk else COMPILED
@@ -52,22 +53,22 @@ class UnitLog:
         )
 
     def reports(self) -> tuple[UnitReport, ...]:
-        """Return all units, in the order they were first asked for."""
+        """Return all units, in the order of their first use."""
         return tuple(self._units.values())
 
 
 def recompile_reason(signature: Signature, known: Iterable[Signature]) -> str:
-    """Return how a signature differs from the most similar known one, before and after."""
+    """Return the differences of a signature from the most similar known one, with old and new values."""
     differences = [_differences(signature, other) for other in known]
     if not differences:
         return "the first parameters with a gradient"
-    # how a batch is cut says little; a unit for the same kind of call says why
+    # prefer a known unit with the same program and lane: its differences explain more
     least = min(differences, key=lambda found: sum(10 if name in ("program", "lane") else 1 for name in found))
     return "; ".join(f"{name} {change}" for name, change in least.items())
 
 
 def _differences(new: Any, old: Any) -> dict[str, str]:
-    """Return the fields that differ, and how."""
+    """Return the fields that differ, with old and new values."""
     if type(new) is not type(old):
         return {"program": f"{old.name} → {new.name}"}
     found: dict[str, str] = {}

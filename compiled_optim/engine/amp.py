@@ -1,8 +1,7 @@
-"""Gradients scaled by ``torch.amp.GradScaler``: unscaled inside the step, which is skipped if one is not finite.
+"""Unscale gradients of ``torch.amp.GradScaler`` inside the step, and skip the step if one is not finite.
 
-The scaler looks for infinities, then sets ``grad_scale`` and ``found_inf`` on the optimizer for the length of its step.
-Whether to step is decided on the host, as in the scaler's path for ordinary optimizers: on an accelerator the host
-waits for the gradients there, once a step.
+The scaler looks for infinities, and sets ``grad_scale`` and ``found_inf`` on the optimizer during its step. The host
+decides whether to skip the step, as for optimizers that do not unscale, so it waits for an accelerator once per step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def is_overflow(found_inf: Tensor | None) -> bool:
 
 
 def inverse_scale(grad_scale: Tensor | None) -> Tensor:
-    """Return what gradients are to be multiplied by: 1 if nobody has scaled them, or somebody has unscaled them."""
+    """Return the factor that unscales gradients: 1 if they are not scaled, or were unscaled before the step."""
     if grad_scale is not None:
         return grad_scale.reciprocal().reshape(())
     return torch.ones((), dtype=torch.float32, device="cpu")
@@ -29,7 +28,7 @@ def inverse_scale(grad_scale: Tensor | None) -> Tensor:
 
 @contextmanager
 def without_amp_scaling(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a scaler treat an optimizer as one that cannot unscale gradients itself."""
+    """Make GradScaler treat an optimizer as one that does not unscale gradients itself, in this context."""
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Sort parameters into buckets that are stepped together; refuse what cannot be stepped before anything changes."""
+"""Sort parameters into buckets that are stepped together; raise before any change if one cannot be stepped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiled_optim.tensors import sum_dtype
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter to be stepped, its index among all parameters, and whether the rule sees it by rows.
+    """A parameter to be stepped, and its index among all parameters.
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
     its gradient is used.
@@ -39,8 +39,8 @@ class Entry:
 class Bucket:
     """Parameters of one group that share backend, device, dtypes, options and step count.
 
-    A bucket has up to three batches, one for each phase of a step: the norm of its gradients if they are clipped, the
-    sums of a rule over sharded tensors, and the update.
+    A bucket has up to three batches: the norm of its gradients if they are clipped, the sums of a rule over sharded
+    tensors, and the update.
     """
 
     group: Group
@@ -59,23 +59,23 @@ class Bucket:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shape in which each parameter is viewed."""
+        """The shape of the working view of each parameter."""
         return [layout.view_shape(entry.local, self.rows) for entry in self.entries]
 
     @cached_property
     def sums(self) -> int:
-        """How many sums over each tensor have to be all-reduced."""
+        """The number of sums over each tensor that are all-reduced; 0 if the tensors are not sharded."""
         return count_sums(self.program, 1 + self.rows) if self.shards is not None and self.program.reduces else 0
 
     @cached_property
     def norm(self) -> Batch:
-        """The batch that measures the gradients for clipping."""
+        """The batch that computes the squared norm of the gradients."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
         return Batch(self.backend, program, str(self.device), self.dtypes[:1], self.shapes)
 
     @cached_property
     def measure(self) -> Batch | None:
-        """The first phase of a rule that sums over sharded tensors."""
+        """The batch that computes the sums of a rule over sharded tensors, or None."""
         return self._update_batch(Phase.MEASURE) if self.sums else None
 
     @cached_property
@@ -92,7 +92,7 @@ class Bucket:
         return sum_dtype(torch.empty(0, dtype=self.program.dtype, device=self.device))
 
     def batches(self, clips: bool) -> list[Batch]:
-        """Return all batches of a step, in their order; ``clips`` if any gradients are clipped."""
+        """Return all batches of a step, in order. ``clips`` adds the norm of the gradients."""
         measure = [] if self.measure is None else [self.measure]
         return [*([self.norm] if clips else []), *measure, self.update]
 
@@ -112,9 +112,10 @@ def make_buckets(
     backend_for: Callable[[torch.device], Backend],
     scaled: bool = False,
 ) -> list[Bucket]:
-    """Sort the parameters that have a gradient into buckets, or raise; nothing is changed either way.
+    """Sort the parameters that have a gradient into buckets; raise if one cannot be stepped. Nothing is changed.
 
-    The gradients are what this process holds of them. ``scaled`` says that they are multiplied by a tensor anyway.
+    ``grads`` are local shards, None for a parameter without gradient. ``scaled`` makes programs that multiply gradients
+    by a tensor, even in groups that are neither clipped nor maximized.
     """
     optimizer = type(rule).__name__
     entries, owners, seen = [], [], set()
@@ -153,7 +154,7 @@ def make_buckets(
 
 
 def with_storages(program: UpdateProgram, kept: Sequence[torch.dtype]) -> UpdateProgram:
-    """Return the program for parameters and states that are kept in these dtypes."""
+    """Return the program for parameters and states in these dtypes."""
     dtype = compute_dtype(kept[0])
     return replace(program, dtype=dtype, storages=tuple(storage_for(each, dtype) for each in kept))
 

@@ -1,7 +1,8 @@
-"""Read a checkpoint: all of it is checked before anything is changed, and no state is rounded below the step's dtype.
+"""Read a checkpoint. All of it is checked before anything is changed.
 
-Torch loads what has the right number of parameters. If the rest does not fit, it fails in a later step or continues
-with fresh states. Here the error comes at once and names the parameter.
+torch.optim checks only the number of parameters. If anything else does not match, it fails in a later step or continues
+with new states. Here loading raises an error that names the parameter. A state that was saved in a wider dtype than its
+parameter is not rounded below the dtype in which the step computes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOT_HYPERPARAMETERS = {
     *("params", "param_names"),
     *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of schedulers
 }
-"""Keys of a group that are no hyperparameters."""
+"""Keys of a group that are not hyperparameters."""
 
 
 def read(
@@ -37,7 +38,7 @@ def read(
     defaults: Mapping[str, Any],
     saved: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the state and groups of a checkpoint for an optimizer's parameters; ValueError if they do not fit."""
+    """Return the state and groups of a checkpoint for these parameters; raise ValueError if they do not match."""
     if not (
         isinstance(saved, Mapping)
         and isinstance(saved.get("state"), Mapping)
@@ -45,7 +46,7 @@ def read(
     ):
         found = f"a dict with {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(
-            f"{found} is no optimizer's checkpoint; pass what state_dict() of {type(rule).__name__} returned"
+            f"{found} is not a checkpoint of an optimizer; pass the result of {type(rule).__name__}.state_dict()"
         )
     _check_sizes(groups, saved["param_groups"])
     kept = []
@@ -64,9 +65,9 @@ def read(
             _check_states(rule, name, param, values, states)
             state[param] = _convert(param, values)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
-            raise ValueError(f"the checkpoint has a state for {key!r}, but no group of it lists such a parameter")
+            raise ValueError(f"the checkpoint has a state for {key!r}, but none of its groups has such a parameter")
         else:
-            state[key] = values  # not a parameter's: the user's own, as in torch
+            state[key] = values  # an entry that user code has added; torch keeps it too
     for group, own in zip(loaded, groups, strict=True):
         group["params"] = own["params"]
         if "param_names" in own:
@@ -75,14 +76,17 @@ def read(
 
 
 def complete_group(rule: Rule, defaults: Mapping[str, Any], group: Group) -> Group:
-    """Return a saved group with the keys an older checkpoint lacks; a flag it does not have was not set."""
+    """Return a saved group with the keys an older checkpoint lacks.
+
+    A missing flag gets the default of the constructor; another missing key that of this optimizer.
+    """
     arguments = inspect.signature(type(rule)).parameters.values()
     flags = {argument.name: argument.default for argument in arguments if isinstance(argument.default, bool)}
     return {**defaults, **flags, **group}
 
 
 def _check_sizes(own: Sequence[Group], saved: Sequence[Group]) -> None:
-    """Raise unless the groups hold as many parameters; the messages begin with torch's words."""
+    """Raise if the numbers of groups or of their parameters differ. The messages begin like those of torch."""
     for group in saved:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
             raise ValueError(f"a parameter group of the checkpoint is not a dict with 'params'; {REMEDY}")
@@ -106,13 +110,13 @@ def _check_is_same_optimizer(optimizer: str, number: int, group: Group, defaults
     missing, unknown = numbers - group.keys(), group.keys() - defaults.keys() - NOT_HYPERPARAMETERS
     if missing and unknown:
         raise ValueError(
-            f"group {number} of the checkpoint is of another optimizer than {optimizer}: it has "
+            f"group {number} of the checkpoint was saved by another optimizer than {optimizer}: it has "
             f"{sorted(unknown)}, but no {sorted(missing)}; {REMEDY}"
         )
 
 
 def _state_names(rule: Rule, number: int, group: Group) -> Sequence[str]:
-    """Return which states a group's parameters have; raise if a step could not use its hyperparameters."""
+    """Return the names of the states of a group; raise if a hyperparameter is unusable."""
     try:
         return rule.row(group, 1).variant.states
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -120,7 +124,7 @@ def _state_names(rule: Rule, number: int, group: Group) -> Sequence[str]:
 
 
 def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Sequence[str]) -> None:
-    """Raise unless a parameter could be stepped with these states; none at all are those of one never stepped."""
+    """Raise if a parameter cannot be stepped with these states. A parameter that was never stepped has none."""
     if not isinstance(values, dict):
         raise ValueError(f"the state of {name} is {type(values).__name__}, not a dict; {REMEDY}")
     if all(value is None for value in values.values()):
@@ -144,19 +148,22 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
 
 
 def _is_count(step: object) -> bool:
-    """Return True for a number of steps: an int in torch_npu's checkpoints, a tensor in torch's."""
+    """Return True for a number of steps: a tensor in checkpoints of torch, an int in those of torch_npu."""
     if isinstance(step, Tensor):
         step = step.item() if step.numel() == 1 else None
     return isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step)
 
 
 def _convert(param: Tensor, value: Any, key: object = None) -> Any:
-    """Return a state on its parameter's device, in its dtype or, if it was saved wider, in the dtype of the step."""
+    """Return a state on the device of its parameter.
+
+    Its dtype is that of the parameter or, if it was saved in a wider one, that in which the step computes.
+    """
     if isinstance(value, dict):
         return {key: _convert(param, item, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_convert(param, item) for item in value)
-    if not isinstance(value, Tensor) or key == "step":  # steps are counted on the host
+    if not isinstance(value, Tensor) or key == "step":  # the step count stays on the host
         return value
     dtype = value.dtype
     if value.is_complex() and param.is_complex():

@@ -1,4 +1,4 @@
-"""The checks of hyperparameters that torch.optim's optimizers share, with torch's wording. NaN fails them all."""
+"""Range checks of hyperparameters, with the messages of torch.optim. All of them reject NaN."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-Number = float | Tensor
+FloatOrTensor = float | Tensor
 
 
-def check_lr(lr: Number) -> None:
-    """A learning rate is a number, or a tensor of one element, that is not negative."""
+def check_lr(lr: FloatOrTensor) -> None:
+    """Raise ValueError if a learning rate is negative, or a tensor with more than one element."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     check_not_negative("learning rate", lr)
 
 
-def check_not_negative(name: str, value: Number) -> None:
-    """Zero or more."""
+def check_not_negative(name: str, value: FloatOrTensor) -> None:
+    """Raise ValueError if a value is negative."""
     if not value >= 0.0:
         raise ValueError(f"Invalid {name}: {value}")
 
 
-def check_betas(betas: Sequence[Number], count: int) -> None:
-    """So many decay rates, which lie in [0, 1) and are all numbers or all tensors."""
+def check_betas(betas: Sequence[FloatOrTensor], count: int) -> None:
+    """Raise ValueError unless there are ``count`` decay rates in [0, 1), all of them numbers or all tensors."""
     if len(betas) != count:
         raise ValueError(f"Invalid betas: {betas}; {count} values are needed")
     for i, beta in enumerate(betas):
@@ -37,7 +37,10 @@ def check_betas(betas: Sequence[Number], count: int) -> None:
 
 
 def check_usual(group: dict[str, Any], betas: int = 2) -> None:
-    """Whichever a group has of ``lr``, ``eps``, ``betas`` (so many of them) and ``weight_decay``."""
+    """Check ``lr``, ``eps``, ``betas`` and ``weight_decay`` where the group has them.
+
+    The argument ``betas`` is the expected number of decay rates.
+    """
     if "lr" in group:
         check_lr(group["lr"])
     if "eps" in group:

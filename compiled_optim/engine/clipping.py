@@ -1,8 +1,8 @@
-"""Scale gradients inside the step: unscale them as a GradScaler asks, and clip them by their norm.
+"""Scale gradients inside the step: unscale them for GradScaler, and clip them by their norm.
 
-Gradients are read once for their norm, and never written. The clipping coefficient is torch's,
-``max_norm / (norm + 1e-6)`` if that is below 1; a norm that is not finite makes gradients zero or NaN, as in torch. The
-scale reaches the update as a tensor, so the host does not wait for the device.
+Gradients are read once for their norm and never written. The clipping coefficient is that of torch,
+``max_norm / (norm + 1e-6)`` if that is below 1. As in torch, a norm that is not finite makes gradients zero or NaN. The
+scale is passed to the update as a tensor, so the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ScaledBucket(Protocol):
 
     @property
     def bucket(self) -> Bucket:
-        """Its parameters."""
+        """The bucket."""
 
     @property
     def grad_scale(self) -> Tensor:
@@ -32,7 +32,7 @@ class ScaledBucket(Protocol):
 
 
 class GradScaling:
-    """The phase before the update: finds by what the gradients of each bucket are multiplied."""
+    """Computes, before the update, the factor by which the gradients of each bucket are multiplied."""
 
     def __init__(self, rule: Rule, buckets: Sequence[Bucket], clips: bool) -> None:
         self._rule = rule
@@ -42,7 +42,7 @@ class GradScaling:
     def run(
         self, buckets: Sequence[ScaledBucket], grads: Sequence[Sequence[Tensor]], unscale: Tensor | None
     ) -> Tensor | None:
-        """Set the buckets' gradient scale; return the norm of all gradients before clipping, if any are clipped."""
+        """Set ``grad_scale`` of each bucket; return the norm of all gradients if any are clipped."""
         clips = [self._rule.clips(scaled.bucket.group, scaled.bucket.dtypes[0]) for scaled in buckets]
         norms = self._pool_norms(buckets, grads, clips) if self.clips else {}
         for scaled, bucket_clips in zip(buckets, clips, strict=True):
@@ -50,7 +50,7 @@ class GradScaling:
             for clip in bucket_clips:
                 norm = norms[clip.pool].to(scaled.grad_scale.device)
                 norm = norm if scale is None else norm * scale
-                # by a 0-dim CPU tensor: one launch; by a number, torch takes the reciprocal and multiplies
+                # a 0-dim CPU tensor needs one launch; for a number, torch computes the reciprocal and multiplies
                 max_norm = torch.tensor(clip.max_norm, dtype=norm.dtype, device="cpu")
                 factor = (max_norm / (norm + clip.eps)).clamp(max=1.0)
                 scale = factor if scale is None else scale * factor
@@ -63,7 +63,7 @@ class GradScaling:
     def _pool_norms(
         self, buckets: Sequence[ScaledBucket], grads: Sequence[Sequence[Tensor]], clips: Sequence[Sequence[Clip]]
     ) -> dict[Hashable, Tensor]:
-        """Return the norm of the gradients in each pool, as they are."""
+        """Return the norm of the gradients in each pool, before they are unscaled."""
         squares = [None if norm is None else norm(each) for norm, each in zip(self.norms, grads, strict=True)]
         pools: dict[Hashable, list[Tensor]] = {None: []}
         for square, bucket_clips in zip(_all_reduce(buckets, squares), clips, strict=True):
@@ -73,7 +73,7 @@ class GradScaling:
 
 
 def _all_reduce(buckets: Sequence[ScaledBucket], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the buckets' sums of squares over all shards; one collective for all that are sharded alike."""
+    """Return the sums of squares of the buckets over all shards, with one collective for each ShardSpec."""
     totals = list(squares)
     specs = [scaled.bucket.shards for scaled in buckets]
     for spec in dict.fromkeys(spec for spec in specs if spec is not None):
@@ -89,7 +89,7 @@ def _all_reduce(buckets: Sequence[ScaledBucket], squares: Sequence[Tensor | None
 
 
 def _norm(squares: Sequence[Tensor]) -> Tensor:
-    """Return the root of a sum, computed on an accelerator if a tensor is there, so that the host does not wait."""
+    """Return the square root of a sum. It is computed on an accelerator if one tensor is there: no synchronisation."""
     if not squares:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     target = next((square for square in squares if square.device.type != "cpu"), squares[0])

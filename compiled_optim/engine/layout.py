@@ -1,4 +1,4 @@
-"""How tensors of any shape and strides become the views that programs work on.
+"""Views of tensors of any shape and strides that programs work on.
 
 A *dense* tensor covers its memory without gaps or overlaps, in any order of dimensions (contiguous, channels_last,
 transposed): programs see its memory as one dimension. Rules that need rows see two dimensions, one row for each index
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def working_strides(param: Tensor, rows: bool) -> tuple[int, ...]:
-    """Return the strides of the memory a parameter is worked on in; its own if it has a working view."""
-    # torch keeps the strides of a dense tensor, and makes those of another one dense in the same order
+    """Return the strides of the memory that is updated: the parameter's own if it has a working view, else a copy's."""
+    # empty_like keeps the strides of a dense tensor; for others it makes dense strides in the same order
     strides = torch.empty_like(param, device="meta", requires_grad=False).stride()
     if rows and param.numel() and param.shape[0] > 1 and strides[0] * param.shape[0] != param.numel():
         return torch.empty(param.shape, device="meta").stride()
@@ -38,7 +38,7 @@ def pairs_with(param: Tensor, other: Tensor, rows: bool) -> bool:
 
 
 def working_view(tensor: Tensor, rows: bool) -> Tensor:
-    """Return a real 1-D view of a tensor's memory, or a 2-D view of its rows; it must have working strides."""
+    """Return a real 1-D view of a tensor's memory, or a 2-D view of its rows. The tensor must have working strides."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
@@ -69,7 +69,10 @@ def full_like(param: Tensor, value: float, rows: bool) -> Tensor:
 
 
 def grad_dtype(param: Tensor, grad: Tensor) -> torch.dtype:
-    """Return the dtype in which a gradient is used: its own, which may be wider, if it is of the parameter's kind."""
+    """Return the dtype in which a gradient is used: its own or, if only one of both is complex, the parameter's.
+
+    An integer gradient is used in the dtype of the parameter too.
+    """
     alike = grad.is_complex() == param.is_complex() and (grad.is_complex() or grad.is_floating_point())
     return grad.dtype if alike else param.dtype
 
@@ -80,14 +83,14 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def has_lazy_bits(tensor: Tensor) -> bool:
-    """Return True if a conjugation or negation is pending, so that the values in memory are not the tensor's."""
+    """Return True if the conj or neg bit is set, so that the memory does not hold the values of the tensor."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def is_freed(tensor: Tensor) -> bool:
     """Return True if the storage was resized to less than the tensor needs (``untyped_storage().resize_``).
 
-    Devices added to torch from outside may keep their memory elsewhere; for those the answer is False.
+    Always False for PrivateUse1 devices, which may keep their memory outside the storage.
     """
     if tensor.device.type == torch._C._get_privateuse1_backend_name():
         return False
@@ -96,12 +99,12 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def span(tensor: Tensor) -> int:
-    """Return how far a tensor reaches in memory, in elements from its first to behind its last."""
+    """Return the extent of a tensor in memory, in elements, from its first to its last element."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return True if elements share memory because the tensor was expanded; it cannot be updated in place."""
+    """Return True if elements share memory because the tensor was expanded, so that it cannot be updated in place."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Parameters that share memory: they are updated one after the other, as torch's loop over parameters does."""
+"""Find parameters that share memory. They are updated one after the other, as in torch's loop over parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from compiled_optim.engine.layout import span
 
 
 def overlap_waves(params: Sequence[Tensor]) -> list[int]:
-    """Number parameters that share memory 0, 1, 2 ... in their order; all others get 0.
+    """Return a wave number for each parameter: 0, 1, 2 ... for those that share memory, in order; 0 for all others.
 
-    Parameters whose address ranges interleave without sharing an element are numbered too; that only costs a call.
+    Parameters whose address ranges interleave without a common element are numbered too, which costs an extra call.
     """
     ranges = []
     for i, param in enumerate(params):

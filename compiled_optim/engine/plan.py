@@ -1,4 +1,4 @@
-"""The plan of a step: buckets bound to compiled calls, rebuilt only when something it was built on has changed."""
+"""The plan of a step: buckets bound to compiled calls. A new plan is made only if the old one is not valid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BoundBucket:
 
     def __init__(
         self, bucket: Bucket, rule: Rule, variant: Variant, state: states.State, grads: Sequence[Tensor | None]
-    ):
+    ) -> None:
         self.bucket = bucket
         self.group = bucket.group
         self.variant = variant
@@ -63,11 +63,11 @@ class BoundBucket:
         return [self._update] if self._measure is None else [self._measure, self._update]
 
     def is_counter_unchanged(self) -> bool:
-        """Return True if the step counter still holds what this bucket last wrote there."""
+        """Return True if only this bucket has written to the step counter."""
         return self.counter._version == self._counter_version
 
     def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Return this step's gradients in the form the calls take them."""
+        """Return the gradients of this bucket, converted and viewed as the calls need them."""
         picked: Sequence[Tensor] = self._pick(grads)
         if not self._grad_views:
             return picked
@@ -88,13 +88,13 @@ class BoundBucket:
         self._update(grads)
         for copy, param in self._copies:
             param.copy_(copy)
-        # a rule that does not count only knows whether there are states
+        # without a step count, 1 means that there are states
         self.steps = self.steps + 1 if self._counts_steps else int(bool(self.states))
         self.counter.fill_(self.steps)
         self._counter_version = self.counter._version
 
     def _working_view(self, entry: Entry) -> Tensor:
-        """Return the view in which a parameter is updated: of its own memory, or of a copy if that is not dense."""
+        """Return the view that is updated: of the parameter itself, or of a copy if it is not dense."""
         param, rows = entry.local.detach(), self.bucket.rows
         if layout.has_working_view(param, rows):
             return layout.working_view(param, rows)
@@ -104,7 +104,7 @@ class BoundBucket:
         return layout.working_view(copy, rows)
 
     def _views_of(self, grads: Sequence[Tensor]) -> dict[int, Callable[[Tensor], Tensor]]:
-        """Return how gradients are viewed that are not taken as they are."""
+        """Return, by index, the function that converts or views a gradient; none for gradients used as they are."""
         rows = self.bucket.rows
         views: dict[int, Callable[[Tensor], Tensor]] = {}
         for i, (entry, grad) in enumerate(zip(self.bucket.entries, grads, strict=True)):
@@ -121,12 +121,12 @@ def _converted_view(param: Tensor, rows: bool, dtype: torch.dtype, grad: Tensor)
 
 
 def clips_any(rule: Rule, groups: Sequence[Group]) -> bool:
-    """Return True if gradients have to be measured before the update."""
+    """Return True if the gradients of any group are clipped."""
     return any(rule.clips(group, torch.float32) for group in groups)
 
 
 class Plan:
-    """All buckets of an optimizer, bound. Their units must have been compiled before: a compiler may fail."""
+    """All buckets of an optimizer, bound. Their units are compiled before, because a plan changes the state."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Plan:
         variants = {id(group): rule.row(group, 1).variant for group in groups}
         self.scaling = GradScaling(rule, buckets, clips_any(rule, groups))
         self.buckets = [BoundBucket(bucket, rule, variants[id(bucket.group)], state, grads) for bucket in buckets]
-        # of a sharded parameter, the shard and the DTensor
+        # for a sharded parameter, both the shard and the DTensor
         written = [tensor for bucket in buckets for entry in bucket.entries for tensor in (entry.local, entry.param)]
         self._written = list({id(tensor): tensor for tensor in written}.values())
         self._groups = list(groups)
@@ -148,11 +148,11 @@ class Plan:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a parameter that was stepped has an entry in the state."""
+        """Whether parameters that were stepped have an entry in the state."""
         return self._rule.counts_steps or any(bound.bucket.program.states for bound in self.buckets)
 
     def calls(self) -> dict[int, list[BoundCall]]:
-        """Return all calls of a step, by the number of the bucket."""
+        """Return the calls of a step, by the index of the bucket."""
         found = {}
         for i, (bound, norm) in enumerate(zip(self.buckets, self.scaling.norms, strict=True)):
             batches = [*bound.bound_batches(), *([] if norm is None else [norm])]
@@ -165,7 +165,7 @@ class Plan:
         return [state for bucket in self.buckets for state in bucket.states]
 
     def refresh(self, groups: Sequence[Group], state_was_accessed: bool) -> bool:
-        """Compute this step's hyperparameters; return False if the plan no longer describes these groups."""
+        """Compute the hyperparameters of this step; return False if the plan is no longer valid for these groups."""
         if [*map(id, groups)] != [*map(id, self._groups)]:
             return False
         if [len(group["params"]) for group in groups] != self._group_sizes:
@@ -185,6 +185,6 @@ class Plan:
             norm = self.scaling.run(self.buckets, picked, unscale)
         for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
             bucket.run(bucket_grads)
-        # compiled code writes through pointers: tell autograd, which tracks in-place changes by version
+        # compiled code writes through pointers, so autograd's version counters are incremented here
         torch.autograd.graph.increment_version(self._written)
         return norm

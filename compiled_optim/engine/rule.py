@@ -1,6 +1,6 @@
-"""What an optimizer defines beyond its constructor: the formula, and the numbers the formula needs.
+"""The interface of an update rule: the formula, and the hyperparameters it needs.
 
-The signature of ``update`` is the declaration; docs/rules.md explains it. ``validation`` checks rules of users.
+The signature of ``update`` declares states and hyperparameters; see docs/rules.md. ``validation`` checks users' rules.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ import torch
 from compiled_optim.engine.checks import check_usual
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
-from compiled_optim.program import UpdateProgram
+from compiled_optim.program import ALL_REDUCE, UpdateProgram
 
 Group = dict[str, Any]
 
 BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
 """The names by which a formula gets the values of ``betas``."""
 
-ALL_REDUCE = "all_reduce"
-"""The keyword argument by which a rule says that it sums over tensors."""
-
 
 @dataclass(frozen=True)
 class Clip:
-    """Gradients are scaled down to a norm of at most ``max_norm``, measured over all that have the same ``pool``.
+    """Clip gradients to a norm of ``max_norm``, computed over all gradients with the same ``pool``.
 
-    The pool None is all gradients of the optimizer, those of groups that are not clipped included.
+    The pool None contains all gradients of the optimizer, including those of groups that are not clipped.
     """
 
     max_norm: float
@@ -40,7 +37,7 @@ class Clip:
 
 
 class Declaration(NamedTuple):
-    """What the signature of ``update`` declares: states, which of them are optional, and keyword arguments."""
+    """The states, the optional ones among them, and the keyword arguments in the signature of ``update``."""
 
     states: tuple[str, ...]
     optional: frozenset[str]
@@ -48,7 +45,7 @@ class Declaration(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a group's hyperparameters select of a rule; another variant is another program."""
+    """The states and flags that the hyperparameters of a group select. Each variant is a separate program."""
 
     states: tuple[str, ...]
     flags: tuple[tuple[str, bool], ...]
@@ -57,7 +54,7 @@ class Variant(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A group's hyperparameters in one step, as the formula gets them."""
+    """The hyperparameters of a group in one step, as the formula gets them."""
 
     scalars: dict[str, float]
     variant: Variant
@@ -65,7 +62,7 @@ class Row(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def declaration(update: Callable[..., None]) -> Declaration:
-    """Return what an update rule's signature declares."""
+    """Return the declaration in the signature of an update rule."""
     _, _, *rest = inspect.signature(update).parameters.values()
     states = [parameter for parameter in rest if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     return Declaration(
@@ -76,16 +73,16 @@ def declaration(update: Callable[..., None]) -> Declaration:
 
 
 class Rule:
-    """The formula of an optimizer, and what the engine asks about it."""
+    """The formula of an optimizer, and the methods the engine calls."""
 
     counts_steps: ClassVar[bool] = True
-    """Whether the state has a ``step``. If not, ``derived`` gets 1 until a parameter has states, and 2 from then on."""
+    """Whether the state has a ``step``. If not, ``derived`` gets 1 until a parameter has states, and 2 afterwards."""
 
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
     initial_values: ClassVar[Mapping[str, float]] = {}
-    """The values states start at, if not zero."""
+    """The initial values of states, if not zero."""
 
     max_grad_norm: float | None = None
 
@@ -98,23 +95,23 @@ class Rule:
     """
 
     def check(self, group: Group) -> None:
-        """Raise ValueError if a hyperparameter is out of range. The default checks the usual ones by torch's names."""
+        """Raise ValueError if a hyperparameter is out of range. The default is ``checks.check_usual``."""
         check_usual(group)
 
     def derived(self, group: Group, step: int) -> Mapping[str, float | bool]:
-        """Return what the formula needs beyond the group's own entries, for this step (1 is the first).
+        """Return the values for this step that are not entries of the group; the first step is 1.
 
-        Runs on the host, in double precision, once a step. A bool under the name of an optional state says whether
-        the group keeps that state.
+        This runs on the host, in double precision, once per step. A bool with the name of an optional state selects
+        whether the group keeps that state.
         """
         return {}
 
     def clips(self, group: Group, dtype: torch.dtype) -> list[Clip]:
-        """Return by which norms a group's gradients of one dtype are clipped before the update, in order."""
+        """Return the clips that are applied to the gradients of a group in one dtype, in order."""
         return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
 
     def row(self, group: Group, step: int) -> Row:
-        """Return this step's hyperparameters: the numbers, and what they select of the rule."""
+        """Return the hyperparameters of this step, and the variant they select."""
         states, optional, keywords = declaration(type(self).update)
         derived = self.derived(group, step)
         known = {**dict(zip(BETA_NAMES, group.get("betas", ()), strict=False)), **group, **derived}
@@ -133,7 +130,7 @@ class Rule:
         return Row(scalars, Variant(kept, tuple(flags), bool(group["maximize"]), clips))
 
     def program(self, group: Group, scaled: bool = False) -> UpdateProgram:
-        """Return the program for a group's options; ``scaled`` if its gradients are multiplied by a tensor anyway."""
+        """Return the program for a group. ``scaled`` makes it multiply gradients by a tensor in any case."""
         scalars, variant = self.row(group, 1)
         return UpdateProgram(
             name=type(self).__name__,
@@ -150,6 +147,4 @@ class Rule:
             "put a hyperparameter into the defaults that the constructor hands to super().__init__(params, defaults), "
             "or return its value from derived(); a state is an argument before the `*`"
         )
-        return RuleError(
-            f"{rule.__name__}.update needs {name!r}, which nothing gives it", definition(rule.update), remedy
-        )
+        return RuleError(f"{rule.__name__}.update takes {name!r}, but it has no value", definition(rule.update), remedy)

@@ -1,8 +1,9 @@
 """Parameters that are sharded over processes (``DTensor``): each process steps the shard it holds.
 
-Everything below the optimizer works on local tensors. This module finds them, and turns sums over shards into sums over
-tensors. All processes have to step the same parameters: one that has a gradient in one process and none in another
-would leave the others waiting, as everywhere in torch.distributed.
+The engine works on local tensors. This module returns the local tensors, and all-reduces sums over shards.
+
+Limit: all processes have to step the same parameters. If a parameter has a gradient in one process and none in another,
+collectives hang, as everywhere in torch.distributed.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Over which dimensions of which mesh a tensor is sharded; over the others it is replicated."""
+    """The mesh of a tensor, and the mesh dimensions it is sharded over. It is replicated over the others."""
 
     mesh: DeviceMesh
     dims: tuple[int, ...]
 
     @classmethod
     def from_tensor(cls, param: Tensor) -> ShardSpec | None:
-        """Return how a parameter is sharded, or None if this process holds all of it."""
+        """Return the ShardSpec of a parameter, or None if this process holds all of it."""
         if not is_dtensor(param):
             return None
         dims = tuple(i for i, placement in enumerate(_placements(param)) if not placement.is_replicate())
         return cls(_dtensor(param).device_mesh, dims) if dims else None
 
     def all_reduce_(self, sums: Tensor) -> None:
-        """Replace sums over this process's shards by sums over all shards, in place."""
+        """All-reduce sums over local shards to sums over all shards, in place."""
         for dim in self.dims:
             torch.distributed.all_reduce(sums, group=self.mesh.get_group(dim))
 
@@ -50,17 +51,17 @@ def is_dtensor(tensor: Tensor) -> bool:
     """Return True for a DTensor."""
     if type(tensor) in PLAIN_TYPES:
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # if nobody has imported it, there are none
+    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are none
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def has_dtensor(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if there is a DTensor among many tensors; cheap where there is none."""
+    """Return True if one of the tensors is a DTensor; fast if none is."""
     return not PLAIN_TYPES.issuperset(map(type, tensors)) and any(map(is_dtensor, filter(torch.is_tensor, tensors)))
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: itself, or its shard."""
+    """Return the local shard of a DTensor, or a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     shard: Tensor = _dtensor(tensor)._local_tensor
@@ -69,7 +70,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def local_grads(params: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> list[Tensor | None]:
-    """Return what this process holds of the gradients, sharded as their parameters are.
+    """Return the local shards of the gradients, with the placements of their parameters.
 
     This is a collective operation if a gradient has to be redistributed.
     """
@@ -96,7 +97,7 @@ def placement(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
-    """Return a tensor that is sharded as a parameter is and of which this process holds ``shard``."""
+    """Return a DTensor with the placements of ``param`` and the local tensor ``shard``; for a plain one, ``shard``."""
     if not is_dtensor(param):
         return shard
     where = {"device_mesh": _dtensor(param).device_mesh, "placements": _placements(param)}
@@ -107,25 +108,25 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
 
 
 def check_supported(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rowwise: bool) -> None:
-    """Raise if a parameter cannot be stepped shard by shard, or is an unknown kind of tensor."""
+    """Raise if a parameter cannot be stepped shard by shard, or is an unsupported tensor subclass."""
     if not is_dtensor(param):
-        wrapper: object = param  # mypy takes the check below for impossible
+        wrapper: object = param  # otherwise mypy reports the check below as unreachable
         if type(param) not in PLAIN_TYPES and is_traceable_wrapper_subclass(wrapper):
             raise TypeError(
-                f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor made of other tensors; "
-                "of these only DTensor is supported"
+                f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor that wraps other tensors; "
+                "only DTensor is supported"
             )
         return
     placements = _placements(param)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"{optimizer} cannot step {name}: as a DTensor with placements {placements} no process has its values; "
+            f"{optimizer} cannot step {name}: its placements {placements} are partial, so no process has its values; "
             "redistribute it to Shard or Replicate first"
         )
     across = [placement for placement in placements if not placement.is_replicate() and placement.dim % param.ndim]
     if rowwise and param.ndim > 1 and across:
         raise ValueError(
-            f"{optimizer} cannot step {name}: it looks at whole rows, and placements {placements} cut through them; "
+            f"{optimizer} cannot step {name}: it needs whole rows, but the placements {placements} split rows; "
             "shard the parameter along dimension 0"
         )
     rank = 1 + (rowwise and param.ndim > 1)
@@ -135,16 +136,16 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
         count_sums(program, rank)  # raises if it cannot be run in two phases
     elif not is_elementwise(program, rank):
         raise ValueError(
-            f"{optimizer} cannot step {name}, which is sharded over processes: its update() mixes elements of a "
-            "tensor; let it take an argument all_reduce and pass its sums through all_reduce(...)"
+            f"{optimizer} cannot step {name}, which is sharded over processes: its update() combines elements of a "
+            "tensor; add an argument all_reduce to update() and pass the sums to all_reduce(...)"
         )
 
 
 @lru_cache(maxsize=256)
 def is_elementwise(program: UpdateProgram, rank: int) -> bool:
-    """Return True if a rule does the same to a tensor with ``rank`` dimensions as to its parts; runs it on both.
+    """Return True if a rule computes the same on a tensor with ``rank`` dimensions and on its parts; it runs on both.
 
-    Parts have whole rows: a rule that works by rows gets no others.
+    The parts consist of whole rows, because rowwise rules never get others.
     """
     generator = torch.Generator().manual_seed(0)
 

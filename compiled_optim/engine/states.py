@@ -1,4 +1,4 @@
-"""The optimizer's state as torch keeps it: for each parameter a dict of tensors, with a ``step`` where the rule counts.
+"""The state in torch's format: for each parameter a dict of tensors, with a ``step`` if the rule counts steps.
 
 Parameters that are stepped together share one ``step`` tensor. The exact count is kept on the host.
 """
@@ -21,7 +21,7 @@ REMEDY = "load the checkpoint that belongs to this model, or delete the entry fr
 
 
 def existing_states(state: State, param: Tensor, parameter_name: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the state tensors a parameter already has; raise if one does not belong to it."""
+    """Return the state tensors a parameter already has; raise if one does not match the parameter."""
     values = state.get(param, {})
     found = {name: values[name] for name in names if values.get(name) is not None}
     for name, tensor in found.items():
@@ -30,12 +30,12 @@ def existing_states(state: State, param: Tensor, parameter_name: str, names: Seq
 
 
 def check_state_fits(parameter_name: str, param: Tensor, name: str, tensor: Tensor, remedy: str) -> None:
-    """Raise unless a state has its parameter's shape and kind, and is sharded as the parameter is."""
+    """Raise if a state and its parameter differ in shape or placement, or only one of them is complex."""
     expected, found = placement(param), placement(tensor)
     if expected != found:
         raise ValueError(
-            f"state {name!r} of {parameter_name} is placed as {found or 'a plain tensor'}, but the parameter as "
-            f"{expected or 'a plain tensor'}; load the checkpoint by "
+            f"state {name!r} of {parameter_name} has placement {found or 'none'}, but the parameter has "
+            f"{expected or 'none'}; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
     if tensor.shape != param.shape or tensor.is_complex() != param.is_complex():
@@ -46,16 +46,16 @@ def check_state_fits(parameter_name: str, param: Tensor, name: str, tensor: Tens
 
 
 def steps_taken(values: Mapping[str, Any], counts_steps: bool, names: Sequence[str]) -> int:
-    """Return how often a parameter was stepped, from its states; 0 or 1 for rules that do not count."""
+    """Return the number of steps of a parameter from its states; 0 or 1 for rules that do not count steps."""
     if counts_steps:
-        # an int in torch_npu's checkpoints, a tensor in torch's
+        # a tensor in checkpoints of torch, an int in those of torch_npu
         return int(values.get("step", 0))
     return int(bool(names) and all(values.get(name) is not None for name in names))
 
 
 def new_step_counter(steps: int) -> Tensor:
-    """Return a ``step`` tensor as torch makes it."""
-    # float32 counts exactly to 2^24; a lower default dtype would not get far
+    """Return a ``step`` tensor like that of torch.optim."""
+    # not the default dtype if it is lower: float32 counts exactly to 2^24, bfloat16 to 256
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     return torch.tensor(float(steps), dtype=dtype, device="cpu")
 
@@ -85,9 +85,10 @@ def materialize_states(
 
 
 def convert_states(values: Mapping[str, Any], old: torch.dtype, param: Tensor) -> dict[str, Any]:
-    """Return a copy of a parameter's states on its new device, in its new dtype; another dtype of their own stays.
+    """Return a copy of a parameter's states on its new device.
 
-    :func:`materialize_states` sets the strides.
+    States in the old dtype of the parameter get the new one; others keep theirs. :func:`materialize_states` sets the
+    strides.
     """
     return {
         name: value.to(param.device, param.dtype if value.dtype == old else value.dtype, copy=True)

@@ -1,10 +1,9 @@
 """Validate user-defined rules, with errors that name the line and the remedy.
 
-A rule that breaks its contract fails deep inside a compiler or, worse, runs and computes something else: a state that
-is rebound instead of written to keeps its first value forever. So a rule is validated when an optimizer is constructed:
-what it declares, and one eager trial of its update on two tensors of a few elements, once for each program. With
-``compile=False`` there is no trial: a debugger would stop in it, and ``print`` may print. This package's own optimizers
-are tested instead.
+A rule with an error may fail inside a compiler, or run and compute something else: a state that is rebound instead of
+written to keeps its initial value. Therefore a rule is validated when an optimizer is constructed: its declaration, and
+one eager trial of its update on two small tensors, once for each program. With ``compile=False`` there is no trial,
+because a debugger would stop in it and ``print`` would print. Rules of this package are not validated but tested.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ VALUE_READERS = {
     **dict.fromkeys(
         ("item", "tolist", "__float__", "__int__", "__index__"), ("converts a tensor to a Python number", NUMBER)
     ),
-    **dict.fromkeys(("numpy", "__array__"), ("hands a tensor to NumPy", TORCH)),
+    **dict.fromkeys(("numpy", "__array__"), ("converts a tensor to NumPy", TORCH)),
     **dict.fromkeys(("__repr__", "__format__"), ("prints a tensor", PRINT)),
 }
 
 
 def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Sequence[str]]) -> None:
-    """Raise if this rule, or a parameter of a new group, cannot be stepped; ``names`` are those of all parameters."""
+    """Raise if the rule or a parameter of a new group cannot be stepped. ``names`` returns those of all parameters."""
     check_rule(rule, group)
     program = rule.program(group)
     if compiled:
@@ -56,7 +55,7 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
 
 
 def check_rule(rule: Rule, group: Group) -> None:
-    """Raise RuleError if what a user's rule declares does not fit together."""
+    """Raise RuleError if the signature, the derived values and the group of a user's rule do not match."""
     if is_ours(type(rule)):
         return
     _check_signature(rule)
@@ -65,15 +64,15 @@ def check_rule(rule: Rule, group: Group) -> None:
     where = definition(rule.derived)
     for key, value in first.items():
         if not isinstance(value, Real):
-            what = f"{name} gives {key}={value!r}, of type {type(value).__name__}"
+            what = f"{name} returns {key}={value!r}, of type {type(value).__name__}"
             raise RuleError(what, where, "return numbers, which become scalars, and bools, which are compiled in")
     if [(key, type(value) is bool) for key, value in first.items()] != [
         (key, type(value) is bool) for key, value in second.items()
     ]:
         remedy = "return the same names in every step; what does not apply yet can be 0.0 or 1.0"
-        raise RuleError(f"{name} gives other names in the second step than in the first", where, remedy)
+        raise RuleError(f"{name} returns other names in the second step than in the first", where, remedy)
     states, optional, keywords = declaration(type(rule).update)
-    inherited = is_ours(rule.derived)  # by a formula that may need less
+    inherited = is_ours(rule.derived)  # the formula of a subclass may need fewer values
     for key in [key for key in first if key not in optional and key not in keywords and not inherited]:
         what = f"{type(rule).__name__}.update does not take {key!r}, which derived() returns"
         raise RuleError(
@@ -81,16 +80,16 @@ def check_rule(rule: Rule, group: Group) -> None:
         )
     for state in sorted(optional):
         if not isinstance(first.get(state), bool):
-            what = f"{type(rule).__name__} does not say when it keeps the optional state {state!r}"
+            what = f"{type(rule).__name__} does not define when it keeps the optional state {state!r}"
             raise RuleError(what, where, f"return a bool of that name from derived(): {{{state!r}: ...}}")
     if rule.counts_steps and "step" in states:
-        what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has it"
+        what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has this name"
         raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")
-    rule.row(group, 1)  # raises RuleError for a hyperparameter that nothing gives
+    rule.row(group, 1)  # raises RuleError if a hyperparameter has no value
 
 
 def try_out(rule: Rule, program: UpdateProgram) -> None:
-    """Raise RuleError if a user's update does what cannot be compiled, or does not update what it should."""
+    """Raise RuleError if a user's update cannot be compiled, or does not update all parameters and states."""
     if not is_ours(type(rule)):
         _try_out(replace(program, scaled=False), (1, 2) if rule.rowwise else (1,))
 
@@ -114,7 +113,7 @@ def _check_signature(rule: Rule) -> None:
 
 
 def _derived(rule: Rule, group: Group, step: int) -> Mapping[str, Any]:
-    """Return the values a rule derives; a hyperparameter no group has is a RuleError."""
+    """Return the derived values of a rule; raise RuleError if it asks for a hyperparameter the group lacks."""
     try:
         return rule.derived(group, step)
     except KeyError as error:
@@ -170,7 +169,7 @@ class _Trial:
 
     def _check_written(self, rule: str, name: str) -> None:
         unwritten = [memory for memory in self.memories[name] if memory not in self.written]
-        # a state that is not even read does no harm
+        # a state that is never read may stay unwritten
         if name != "params":
             unwritten = [memory for memory in unwritten if memory in self.read]
         if name == "grads" or not unwritten:
@@ -189,7 +188,7 @@ class _Trial:
 
 
 class _RefuseValueReads(TorchFunctionMode):
-    """Refuses what needs a tensor's value in Python, where the call shows what was meant."""
+    """Raises on Python calls that read the value of a tensor; at this level the name of the call is known."""
 
     def __init__(self, rule: str) -> None:
         super().__init__()
@@ -205,7 +204,7 @@ class _RefuseValueReads(TorchFunctionMode):
 
 
 class _RecordAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what is read and written, and refuses operations that read a value or write to a gradient."""
+    """Records reads and writes; raises on operations that read a value or write to a gradient."""
 
     def __init__(self, trial: _Trial, rule: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -234,7 +233,7 @@ class _RecordAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors an operation is given, in lists too, and whether it writes to each."""
+    """Yield each tensor argument of an operation, also in lists, and whether the operation writes to it."""
     for i, spec in enumerate(func._schema.arguments):
         given = args[i] if i < len(args) else kwargs.get(spec.name)
         writes = spec.alias_info is not None and spec.alias_info.is_write

@@ -1,4 +1,4 @@
-"""How a parameter can change, in words: what changed, before and after, and what likely caused it."""
+"""Describe how a parameter was reallocated: what changed, the values before and after, and the likely cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiled_optim.engine.sharding import local_shard
 
 
 class Description(NamedTuple):
-    """The metadata of a strided tensor, and the address of what this process holds of it."""
+    """The metadata of a strided tensor, and the address of its local shard."""
 
     address: int
     shape: tuple[int, ...]
@@ -33,8 +33,8 @@ class Description(NamedTuple):
 class Change:
     """One parameter that was reallocated.
 
-    ``kind`` is "shape", "device", "dtype", "strides", "storage", "replaced" or "removed". If several changed at once,
-    it is the first of these, and ``text`` names them all.
+    ``kind`` is "shape", "device", "dtype", "strides", "storage", "replaced" or "removed". If several of
+    shape, device and dtype changed, ``kind`` is the first of them, and ``text`` names them all.
     """
 
     parameter: str
@@ -49,12 +49,12 @@ class Change:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """The key by which repeated changes count as one event; addresses differ every time, so they are left out."""
+        """The key under which repeated changes are counted as one event. It contains no addresses."""
         return (self.parameter, self.kind) if self.kind == "storage" else (self.parameter, self.kind, self.text)
 
 
 def compare(name: str, before: Description, after: Description) -> Change | None:
-    """Return how a parameter differs from what it was, or None if it does not."""
+    """Return the change between two descriptions of a parameter, or None if they are equal."""
     kinds = [kind for kind in ("shape", "device", "dtype") if getattr(before, kind) != getattr(after, kind)]
     if not kinds and before.strides != after.strides:
         kinds = ["strides"]
@@ -70,7 +70,10 @@ def compare(name: str, before: Description, after: Description) -> Change | None
 
 
 def replacement(name: str, before: Description | None, after: Description | None, tied: str | None = None) -> Change:
-    """Return the change of a module attribute that holds another parameter now; ``tied`` names a known one."""
+    """Return the change of a module attribute that now holds another parameter.
+
+    ``tied`` is the name of the other parameter if the optimizer has it already.
+    """
     old = str(before) if before else "None"
     new = str(after) if after else "None"
     if tied is not None:
@@ -95,7 +98,7 @@ CASTS = {torch.float16: "half", torch.bfloat16: "bfloat16", torch.float32: "floa
 
 
 def _cause(kind: str, after: Description) -> str:
-    """Return what users usually write when this happens."""
+    """Return the code that most often causes this kind of change."""
     if kind == "device":
         method = "cpu()" if after.device.type == "cpu" else f"to({str(after.device)!r})"
         return f"`model.{method}`"

@@ -1,12 +1,12 @@
-"""The guard: checks on every step that everything the plan was built on is still as it was.
+"""The guard: check before every step that the plan is still valid.
 
-Units run without Dynamo's guards (see ``backends.inductor``), so this is the only check between a step and memory that
-has moved. It compares the identity of parameters and states, the address of their memory, and the metadata (dtype,
-device, shape, strides, layout, conj and neg bits) of parameters and gradients, all by C-level loops over whole lists.
-In-place changes of values do not matter. The guard only says that something differs; ``tracker`` finds out what.
+Units run without Dynamo's guards (see ``backends.inductor``), so only this check prevents a step from writing to freed
+or stale memory. It compares the identity of parameters and states, their addresses, and the metadata of parameters and
+gradients (dtype, device, shape, strides, layout, conj and neg bits), with C-level loops over whole lists. In-place
+changes of values are allowed. The guard detects that something differs; ``tracker`` finds out what.
 
-Touching a tensor from Python takes 0.06 µs, so this is a good part of what a step costs the host. States are left out
-until user code has accessed them.
+Access to a tensor from Python takes 0.06 µs, so the check is a large part of the host time of a step. States are not
+checked until user code has accessed them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compiled_optim.engine.sharding import has_dtensor, local_shard
 
 
 class Guard:
-    """What one plan assumes about tensors that others can change."""
+    """The assumptions of one plan about tensors that user code can change."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Guard:
         bound_params: Sequence[Tensor],
         bound_states: Sequence[Tensor],
     ) -> None:
-        """Remember parameters and states by identity, and the bound ones by memory too."""
+        """Record the identity of parameters and states, and the addresses of the bound ones."""
         self._params = list(params)
         self._bound_params = tuple(bound_params)
         self.is_sharded = has_dtensor(bound_params)
@@ -45,7 +45,7 @@ class Guard:
         self._state_addresses = list(map(Tensor.data_ptr, bound_states))
 
     def holds(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Return True if parameters and gradients are what the plan was built on, in the same memory."""
+        """Return True if parameters and gradients match those of the plan, and parameters are in the same memory."""
         bound = self._local_params() if self.is_sharded else self._bound_params
         return (
             len(params) == len(self._params)
@@ -56,12 +56,12 @@ class Guard:
         )
 
     def state_holds(self, state: Mapping[Any, Any]) -> bool:
-        """Return True if the states are what the plan was built on, in the same memory."""
+        """Return True if the states are the objects of the plan, in the same memory."""
         addresses = list(map(Tensor.data_ptr, self._bound_states))
         return addresses == self._state_addresses and same_objects(_state_values(state), self._state)
 
     def _local_params(self) -> Sequence[Tensor]:
-        """Return what this process holds of the bound parameters."""
+        """Return the local shards of the bound parameters."""
         return list(map(local_shard, self._bound_params))
 
 
@@ -74,10 +74,10 @@ Check = Callable[[Sequence[Tensor | None]], bool]
 
 
 def metadata_check(tensors: Sequence[Tensor | None]) -> Check:
-    """Return a function that checks that other tensors have the metadata ``tensors`` have now, or are None too.
+    """Return a function that compares the metadata of other tensors with that of ``tensors`` now. None matches None.
 
-    Dynamo's own C++ check takes 0.06 µs a tensor. It is private, so :func:`plain_metadata_check` stands in for it where
-    it is missing.
+    It uses Dynamo's C++ check, which takes 0.06 µs per tensor. That check is private, so :func:`plain_metadata_check`
+    replaces it where it is missing.
     """
     present = [i for i, tensor in enumerate(tensors) if tensor is not None]
     if not present:
@@ -94,13 +94,13 @@ def metadata_check(tensors: Sequence[Tensor | None]) -> Check:
     except (ImportError, TypeError):
         return plain_metadata_check(tensors)
     if len(given) == len(tensors):
-        return lambda others: bool(check(*others))  # it compares types first, so None is no tensor to it
+        return lambda others: bool(check(*others))  # it compares types first, so it rejects None
     absent = [tensor is None for tensor in tensors]
     return lambda others: [o is None for o in others] == absent and bool(check(*[others[i] for i in present]))
 
 
 def plain_metadata_check(tensors: Sequence[Tensor | None]) -> Check:
-    """:func:`metadata_check` in plain Python."""
+    """Return the same function as :func:`metadata_check`, in plain Python."""
     expected = [_metadata(tensor) for tensor in tensors]
     return lambda others: [_metadata(tensor) for tensor in others] == expected
 

@@ -1,4 +1,4 @@
-"""The guard's events: logged the first time, counted after that."""
+"""Log and count the changes that an optimizer has followed. ``change`` defines the kinds of changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger("compiled_optim")
 
 
 class Events:
-    """The changes an optimizer has followed."""
+    """The changes that one optimizer has followed, each with a count."""
 
     def __init__(self, optimizer: str) -> None:
         self._optimizer = optimizer
@@ -18,7 +18,7 @@ class Events:
         self._texts: dict[tuple[str, ...], str] = {}
 
     def record(self, change: Change) -> None:
-        """Record a change that was followed; log it the first time."""
+        """Count a change; log it the first time it occurs."""
         key = change.identity
         self._counts[key] = self._counts.get(key, 0) + 1
         if key not in self._texts:
@@ -26,6 +26,6 @@ class Events:
             logger.warning("%s follows a reallocated parameter: %s", self._optimizer, change)
 
     def texts(self) -> tuple[str, ...]:
-        """Return every event once, in the order of first occurrence, with its count if more than one."""
+        """Return every event once, in the order of first occurrence, with its count if it is more than 1."""
         times = {key: f" (seen {count} times)" if count > 1 else "" for key, count in self._counts.items()}
         return tuple(text + times[key] for key, text in self._texts.items())

@@ -1,7 +1,7 @@
-"""Find out which parameters were reallocated since they were last seen, and move their states along.
+"""Find the parameters that were reallocated since the last step, and move their states to the new device and dtype.
 
-A parameter is known from the moment the optimizer gets it. One that has no memory yet (of a lazy module, or on the meta
-device) is known once it has. Only a watched module shows that a parameter was replaced or removed.
+A parameter is tracked from the moment the optimizer gets it, or once it has memory if it is lazy or on the meta device.
+That a parameter was replaced or removed can be seen only in a watched module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Place = tuple[Watch, str]
 
 @dataclass(frozen=True)
 class Move:
-    """What happened to one parameter.
+    """A change of one parameter, and how the optimizer follows it.
 
-    ``members`` replace it in its group, by name; None if it stays there. ``heirs`` take over its state. ``change`` is
-    None if the parameter had no memory before.
+    ``members`` are the parameters, by name, that replace it in its group; None keeps it there. ``heirs`` take over its
+    state. ``param`` is None for a parameter that is set again after it was removed. ``change`` is None if the parameter
+    had no memory before.
     """
 
     change: Change | None
@@ -41,7 +42,7 @@ class Move:
 
 
 class Tracker:
-    """Remembers where each parameter of an optimizer was when it was last seen."""
+    """Records the metadata and address of each parameter of an optimizer, and the modules that are watched."""
 
     def __init__(self) -> None:
         self._seen: dict[Tensor, Description] = {}
@@ -49,7 +50,7 @@ class Tracker:
         self._vacant: dict[Place, int] = {}
 
     def watch(self, module: nn.Module) -> None:
-        """Watch this module too."""
+        """Watch a module; record its new parameters if it is watched already."""
         for watch in self.watches:
             if watch.module is module:
                 watch.notice_new_places()
@@ -57,7 +58,7 @@ class Tracker:
         self.watches.append(Watch(module))
 
     def copy_from(self, original: Tracker, memo: dict[int, Any]) -> None:
-        """Copy what the original has seen and watches, as far as a deepcopy has copied it already."""
+        """Copy the records of the original for the parameters and modules in the ``memo`` of a deepcopy."""
         watches = [watch for watch in original.watches if id(watch.module) in memo]
         vacant = {place: group for place, group in original._vacant.items() if place[0] in watches}
         self.watches, self._vacant = copy.deepcopy((watches, vacant), memo)
@@ -67,23 +68,23 @@ class Tracker:
                 self._seen[twin] = description._replace(address=local_shard(twin).data_ptr())
 
     def add(self, params: Sequence[Tensor]) -> None:
-        """Remember parameters the optimizer was given."""
+        """Start to track parameters."""
         for watch in self.watches:
             watch.notice_new_places()
         for param, description in _descriptions(params).items():
             self._seen.setdefault(param, description)
 
     def modules_unchanged(self) -> bool:
-        """Return True if the watched modules hold what they held; the guard checks the memory of parameters."""
+        """Return True if the watched modules hold the same parameters. The guard checks the memory of parameters."""
         return all(watch.holds() for watch in self.watches)
 
     def names(self, groups: Sequence[Group]) -> list[str]:
-        """Return how messages name the parameters, in their order: by name if one is known, else by group and index."""
+        """Return the names of all parameters for messages: the name if known, else the group and the index."""
         watched = {param: self._name(places[0]) for param, places in self._places().items()}
         names = []
         for number, group in enumerate(groups):
             given = group.get("param_names", ())
-            if len(given) != len(group["params"]):  # the list was edited, and the names are no longer theirs
+            if len(given) != len(group["params"]):  # user code has edited the list, so the names no longer match
                 given = [watched.get(param) for param in group["params"]]
             names += [
                 f"parameter {position} of group {number}" if name is None else f"parameter {name!r}"
@@ -92,7 +93,7 @@ class Tracker:
         return names
 
     def find(self, groups: Sequence[Group]) -> list[Move]:
-        """Return what happened to the parameters in these groups since they were last seen."""
+        """Return how the parameters in these groups have changed since they were last recorded."""
         held = [param for group in groups for param in group["params"]]
         names = dict(zip(held, self.names(groups), strict=True))
         numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
@@ -109,7 +110,7 @@ class Tracker:
         return sorted(moves, key=lambda move: len(order) if move.param is None else order[move.param])
 
     def apply(self, groups: Sequence[Group], state: State, moves: Sequence[Move]) -> None:
-        """Put the current parameters into the groups, and move states along; a changed shape starts fresh state."""
+        """Update the groups, and convert the states. A parameter whose shape changed gets a new state."""
         for move in moves:
             if move.members is not None:
                 _splice(groups[move.group], move.param, move.members)
@@ -121,7 +122,7 @@ class Tracker:
                     state[heir] = convert_states(values, before.dtype, heir)
 
     def accept(self, groups: Sequence[Group], moves: Sequence[Move]) -> None:
-        """Remember everything as it is now."""
+        """Record the parameters and modules as they are now."""
         places = self._places()
         for move in moves:
             if not move.members and move.param in places:
@@ -132,7 +133,7 @@ class Tracker:
         self._seen = _descriptions([param for group in groups for param in group["params"]])
 
     def _look_into_modules(self, names: Mapping[Tensor, str], numbers: Mapping[Tensor, int]) -> list[Move]:
-        """Return the parameters their modules no longer hold, or hold in fewer places, and what is there instead."""
+        """Return the moves of parameters that modules have replaced, removed, untied or set again."""
         now = {(watch, name): param for watch in self.watches for name, param in watch.current().items()}
         present = set(now.values())
         known = set(names)
@@ -147,10 +148,10 @@ class Tracker:
 
         moves = []
         for param, places in self._places().items():
-            if param not in names:  # not one of the optimizer's
+            if param not in names:  # the optimizer does not have it
                 continue
             fresh = adopted(places)
-            if param in present:  # if there is anything new, it was tied, and is no longer
+            if param in present:  # it was tied, and some of its places hold a new parameter
                 moves += [self._untied(param, numbers[param], place, other) for place, other in fresh.items()]
             elif fresh:
                 moves.append(self._replaced(param, names[param], numbers[param], fresh))
@@ -181,7 +182,7 @@ class Tracker:
         return Move(change or replacement(name, before, after), number, param, members, heirs)
 
     def _places(self) -> dict[Tensor, list[Place]]:
-        """Return where each parameter of the watched modules was."""
+        """Return the recorded places of each parameter in the watched modules."""
         places: dict[Tensor, list[Place]] = {}
         for watch in self.watches:
             for name, param in watch.places.items():
@@ -221,11 +222,11 @@ def restored_on_error(groups: Sequence[Group], state: State) -> Iterator[None]:
 def _converted(old: Tensor, new: Tensor) -> bool:
     """Return True if a module converted its parameter (``.to(...)``, ``.half()``) into a new object.
 
-    It does so where ``p.data = ...`` cannot connect two kinds of tensors, as between the CPU and some other devices, or
-    where ``set_overwrite_module_params_on_conversion`` is set. The values tell it from other assignments: they are the
-    old ones, maybe by way of a lower precision.
+    A module does so if ``p.data = ...`` is not possible between the old and the new kind of tensor, as between the CPU
+    and some other devices, or if ``set_overwrite_module_params_on_conversion`` is set. A conversion is recognised by
+    the values: they are the old ones, possibly rounded to a lower precision.
     """
-    kinds = (new, torch.empty(0, device="cpu"))  # it may have been on the CPU in between
+    kinds = (new, torch.empty(0, device="cpu"))  # the model may have been on the CPU in between
     in_place = all(torch._has_compatible_shallow_copy_type(old, kind) for kind in kinds)
     if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
         return False
@@ -236,7 +237,7 @@ def _converted(old: Tensor, new: Tensor) -> bool:
 
 
 def _splice(group: Group, param: Tensor | None, members: Mapping[str, Tensor]) -> None:
-    """Put members where a parameter is in its group, or at the end; lists are replaced, so this can be reverted."""
+    """Replace a parameter by ``members``, or append them; the lists are replaced, so this can be reverted."""
     params, names = group["params"], group.get("param_names", ())
     start = next((i for i, other in enumerate(params) if other is param), len(params))
     stop = start + (param is not None)

@@ -1,7 +1,7 @@
-"""Watch a module: notice when one of its attributes no longer holds the parameter it held before.
+"""Watch a module: detect that one of its attributes no longer holds the same parameter.
 
-An optimizer holds parameter objects. A module can replace or drop a parameter without the optimizer's knowledge; only
-looking into the module shows it.
+An optimizer holds references to parameters. A module can replace or remove a parameter, and the optimizer can detect
+this only by inspecting the module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Watch:
     def refresh(self) -> None:
         """Record the module as it is now."""
         modules = list(self.module.modules())
-        # a module that never had a parameter or submodule may get one, but none that the optimizer has to know
+        # skip empty dicts: parameters that are added later do not belong to the optimizer
         known = {id(content) for content in self._contents}
         contents = [content for module in modules for content in (module._parameters, module._modules)]
         self._contents = [content for content in contents if content or id(content) in known]
@@ -34,16 +34,16 @@ class Watch:
         self.places = self.current()
 
     def notice_new_places(self) -> None:
-        """Record parameters under new names; changes under known names are still to be reported."""
+        """Record parameters with new names; keep the old record of known names, so that changes are still detected."""
         self.places = {**self.current(), **self.places}
 
     def current(self) -> dict[str, Tensor]:
-        """Return the parameters by name as they are now."""
+        """Return the current parameters by name."""
         held = self.module.named_parameters(remove_duplicate=False)
         return {name: self._sharded(self.places.get(name), param) for name, param in held}
 
     def holds(self) -> bool:
-        """Return True if the module and its submodules hold the objects they held before."""
+        """Return True if the module and its submodules hold the same objects as at the last refresh."""
         return same_objects(self._read(), self._held) or self._is_reshard_pending()
 
     def _is_reshard_pending(self) -> bool:
@@ -55,7 +55,7 @@ class Watch:
 
     @staticmethod
     def _sharded(before: Tensor | None, now: Tensor) -> Tensor:
-        """Return the parameter the optimizer knows: between forward and backward, FSDP puts unsharded tensors there."""
+        """Return the sharded parameter. Between forward and backward, FSDP puts an unsharded tensor in its place."""
         return before if before is not None and is_dtensor(before) and not is_dtensor(now) else now
 
     def _read(self) -> list[Any]:

@@ -1,1 +1,1 @@
-"""The optimizers: one a file, each a docstring, a constructor, its checks and the formula."""
+"""The optimizers. Each file has a docstring, a constructor, range checks and the formula."""

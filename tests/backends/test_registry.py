@@ -56,7 +56,7 @@ def test_unknown_options_are_refused():
         co.AdamW(params, max_grad_norm=-1)
     with pytest.raises(TypeError, match="AdamW got an unexpected keyword argument 'compiled'"):
         co.AdamW(params, compiled=True)
-    with pytest.raises(co.BackendUnavailableError, match="backend 'cuda' serves cuda but a parameter is on 'cpu'"):
+    with pytest.raises(co.BackendUnavailableError, match="backend 'cuda' serves cuda, but a parameter is on 'cpu'"):
         co.AdamW(params, backend="cuda")
 
 

@@ -41,7 +41,7 @@ def test_another_process_loads_what_was_warmed_up(tmp_path):
     ("arguments", "message"),
     [
         (["--optimizer", "adamx"], "unknown optimizer 'adamx'"),
-        (["--optimizer", "sgd", "--dtype", "int8"], "'int8' is no floating-point dtype"),
+        (["--optimizer", "sgd", "--dtype", "int8"], "'int8' is not a floating-point dtype"),
         (["--dtype", "float32"], "--optimizer"),
     ],
 )

@@ -129,8 +129,8 @@ def test_what_cannot_be_stepped_by_shards_is_refused_by_name(on_two):
         assert all("parameter 'weight'" in answer or "'weight'" in answer for answer in answers.values())
         assert "shard the parameter along dimension 0" in answers["rows cut"]
         assert "redistribute it to Shard or Replicate first" in answers["partial"]
-        assert "pass its sums through all_reduce(...)" in answers["no all_reduce"]
-        assert "pass its sums through all_reduce(...)" in answers["no all_reduce, by rows"]
+        assert "pass the sums to all_reduce(...)" in answers["no all_reduce"]
+        assert "pass the sums to all_reduce(...)" in answers["no all_reduce, by rows"]
         assert "set_optimizer_state_dict" in answers["state not split"]
         assert "set_optimizer_state_dict" in answers["state split otherwise"]
 

@@ -44,14 +44,14 @@ def without(number, name):
 
 
 CORRUPT = {
-    "no checkpoint": (lambda saved: None, "NoneType is no optimizer's checkpoint"),
+    "no checkpoint": (lambda saved: None, "NoneType is not a checkpoint of an optimizer"),
     "all of a training's": (
         lambda saved: {"model": {}, "optimizer": saved},
-        r"a dict with \['model', 'optimizer'\] is no optimizer's checkpoint; pass what state_dict\(\) of AdamW",
+        r"a dict with \['model', 'optimizer'\] is not a checkpoint of an optimizer; pass the result of AdamW",
     ),
     "a list of states": (
         lambda saved: {**saved, "state": list(saved["state"].values())},
-        r"a dict with \['param_groups', 'state'\] is no optimizer's checkpoint",
+        r"a dict with \['param_groups', 'state'\] is not a checkpoint of an optimizer",
     ),
     "a group too few": (
         edited(lambda saved: saved["param_groups"].pop()),
@@ -107,11 +107,11 @@ CORRUPT = {
     "a step below zero": (state(0, "step", -1), "'step' of parameter 'a' is -1, not"),
     "keys as words": (
         edited(lambda saved: saved.update(state={str(key): value for key, value in saved["state"].items()})),
-        "the checkpoint has a state for '0', but no group of it lists such a parameter",
+        "the checkpoint has a state for '0', but none of its groups has such a parameter",
     ),
     "keys of other numbers": (
         edited(lambda saved: saved.update(state={key + 7: value for key, value in saved["state"].items()})),
-        "the checkpoint has a state for 7, but no group",
+        "the checkpoint has a state for 7, but none of its groups",
     ),
     "names of states changed": (
         edited(lambda saved: saved["state"].update({1: {"m": torch.ones(4), "v": torch.ones(4), "step": 2}})),
@@ -177,7 +177,7 @@ def test_states_of_another_optimizer(source, target):
     else:
         before = copy.deepcopy(optimizer.state_dict())
         with pytest.raises(
-            ValueError, match=f"group 0 of the checkpoint is of another optimizer than {target}: it has"
+            ValueError, match=f"group 0 of the checkpoint was saved by another optimizer than {target}: it has"
         ):
             optimizer.load_state_dict(donor.state_dict())
         assert_same(optimizer.state_dict(), before)
@@ -190,7 +190,7 @@ def test_sgd_without_momentum_refuses_the_states_of_another_optimizer():
     params = parameters(SHAPES)
     donor = torch.optim.Adam(params)
     advance(donor, params, 0, 1)
-    with pytest.raises(ValueError, match="of another optimizer than SGD"):
+    with pytest.raises(ValueError, match="saved by another optimizer than SGD"):
         co.SGD(params, compile=False).load_state_dict(donor.state_dict())
 
 
