@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import pickle
 import platform
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -64,7 +66,7 @@ def save(
         }
         path = _path(signature, settings)
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{id(record)}")
+        draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         draft.write_text(json.dumps(record))
         draft.replace(path)
     except (OSError, TypeError, ValueError):

@@ -79,9 +79,9 @@ def _by_name(backend: Backend) -> tuple[Callable[[str], Backend], tuple[str]]:
 def _load_entry_points() -> None:
     global _entry_points_loaded
     if not _entry_points_loaded:
-        _entry_points_loaded = True
         for entry_point in entry_points(group=ENTRY_POINT_GROUP):
             register(entry_point.load()())
+        _entry_points_loaded = True
 
 
 # the last one for a device type is its default

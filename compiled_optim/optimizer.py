@@ -24,10 +24,11 @@ from compiled_optim.backends import Backend
 from compiled_optim.backends.eager import eager_requested
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
-from compiled_optim.engine import amp, checkpoint, states, validation
+from compiled_optim.engine import amp, checkpoint, states
 from compiled_optim.engine.rule import Rule
-from compiled_optim.options import TORCH_SWITCHES, check_options
-from compiled_optim.stepper import Settings, Stepper
+from compiled_optim.engine.rule_validation import check_group
+from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
+from compiled_optim.stepper import Stepper
 
 
 def _setting(name: str) -> Any:
@@ -149,7 +150,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         try:
             for device in dict.fromkeys(param.device for param in group["params"]):
                 self._stepper.backend_for(device)
-            validation.check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
+            check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
@@ -173,8 +174,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        groups, follow = self.param_groups, self.on_realloc == "recompile"
-        # with on_realloc="raise", the next step reports changes
+        groups, follow = self.param_groups, self.on_realloc == "recompile"  # else the next step reports changes
         with self._stepper.synced_params(groups, self._state) if follow else nullcontext():
             names = self._stepper.tracker.names(groups)
             self.__setstate__(checkpoint.read(self, groups, names, self.defaults, state_dict))
@@ -209,8 +209,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def watch(self, module: torch.nn.Module) -> None:
         """Check a module before every step, to detect that it replaced or removed a parameter of this optimizer.
 
-        By default a new parameter is adopted with fresh state, in the group of the old one, and a dropped one is
-        removed; with ``on_realloc="raise"`` the step raises. Several modules may be watched.
+        By default a new parameter is adopted with fresh state, in the old one's group, and a dropped one is removed;
+        with ``on_realloc="raise"`` the step raises. Several modules may be watched.
         """
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"watch() takes a torch.nn.Module, but got {type(module).__name__}")
@@ -219,8 +219,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def warmup(self) -> None:
         """Compile the units of the first step without making a step. On a terminal, show a progress bar.
 
-        This assumes that every parameter gets a gradient. Parameters without memory (lazy, meta) are skipped. Units for
-        scaled gradients are compiled in the first step of a GradScaler.
+        This assumes that every parameter gets a gradient. Parameters without memory are skipped. Units for scaled
+        gradients are compiled in the first step of a GradScaler.
         """
         with torch.no_grad():
             self._stepper.warmup(self.param_groups, self._state, bar=sys.stderr.isatty())

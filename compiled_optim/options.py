@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from compiled_optim.backends import Backend
@@ -14,6 +15,15 @@ TORCH_SWITCHES: dict[str, bool | None] = {
     "differentiable": False,
 }
 """Options of torch.optim and their defaults. Optimizers that torch.optim has too accept them; they have no effect."""
+
+
+@dataclass
+class Settings:
+    """The options of an optimizer that control how its steps run."""
+
+    compile: bool
+    backend: Backend | None
+    on_realloc: Literal["recompile", "raise"]
 
 
 class RunOptions(TypedDict, total=False):

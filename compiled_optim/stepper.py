@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,17 +27,9 @@ from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard
 from compiled_optim.engine.states import State
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, same_objects
-from compiled_optim.guard.events import Events
+from compiled_optim.guard.event_log import EventLog
 from compiled_optim.guard.tracker import Tracker, has_memory, restored_on_error
-
-
-@dataclass
-class Settings:
-    """The options of an optimizer that control how its steps run."""
-
-    compile: bool
-    backend: Backend | None
-    on_realloc: Literal["recompile", "raise"]
+from compiled_optim.options import Settings
 
 
 class Stepper:
@@ -54,7 +44,7 @@ class Stepper:
         self.tracker = Tracker()
         self._plan: Plan | None = None
         self._guard: Guard | None = None
-        self._events = Events(self._name)
+        self._events = EventLog(self._name)
         self._unit_log = UnitLog()
         self._has_stepped = False
 

@@ -162,6 +162,12 @@ class Tensors(list[Tensor]):
         torch._foreach_div_(self, getattr(other, "tensor", other))
         return self
 
+    def __lt__(self, other: Any) -> Tensors:  # type: ignore[override]
+        return Tensors(tensor < each for tensor, each in zip(self, self._repeated(other), strict=True))
+
+    def __gt__(self, other: Any) -> Tensors:  # type: ignore[override]
+        return Tensors(tensor > each for tensor, each in zip(self, self._repeated(other), strict=True))
+
     def sqrt(self) -> Tensors:
         """Return the square roots."""
         return Tensors(torch._foreach_sqrt(self))
@@ -206,6 +212,10 @@ class Tensors(list[Tensor]):
     def sum_of_squares(self) -> Tensors:
         """Return the sum of the squares of each tensor, as 0-dim tensors, summed in :func:`sum_dtype`."""
         return Tensors(map(_sum_of_squares, self))
+
+    def _repeated(self, other: Any) -> Any:
+        """Return an operand for each tensor."""
+        return other if isinstance(other, list | tuple) else [getattr(other, "tensor", other)] * len(self)
 
     def _addend(self, other: Any) -> Any:
         """Return the operand of a sum; ``_foreach_add`` would read a 0-dim tensor back to the host, so repeat it."""

@@ -18,6 +18,7 @@ from compiled_optim import backends
 from compiled_optim.backends import WholeListBackend
 from compiled_optim.backends.cpu import LARGE
 from compiled_optim.diagnostics.units import FROM_PROCESS
+from compiled_optim.errors import BackendUnavailableError
 
 SHAPES = [(2,), (LARGE,), (2, 2), (2, LARGE)]
 """Small and large tensors, of one dimension and, for rowwise rules, of two."""
@@ -54,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the units with and without gradient clipping and print them; return 0 on success, else 1."""
-    backend = backends.for_device(arguments.device)
+    try:
+        backend = backends.for_device(arguments.device)
+    except BackendUnavailableError as error:
+        print(error)
+        return 1
     if isinstance(backend, WholeListBackend):
         print(
             f"backend {backend.name!r} compiles for the shapes of a model: construct the optimizer on the model and "

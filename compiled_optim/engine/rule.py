@@ -1,6 +1,7 @@
 """The interface of an update rule: the formula, and the hyperparameters it needs.
 
-The signature of ``update`` declares states and hyperparameters; see docs/rules.md. ``validation`` checks users' rules.
+The signature of ``update`` declares states and hyperparameters; see docs/rules.md. ``rule_validation`` checks rules of
+users.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from compiled_optim.engine.checks import check_usual
+from compiled_optim.engine.hyperparameters import check_usual
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.program import ALL_REDUCE, UpdateProgram

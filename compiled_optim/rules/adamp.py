@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.engine.checks import check_not_negative
+from compiled_optim.engine.hyperparameters import check_not_negative
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import EngineOptions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.engine.checks import check_lr, check_not_negative
+from compiled_optim.engine.hyperparameters import check_lr, check_not_negative
 from compiled_optim.engine.rule import Group
 from compiled_optim.errors import NesterovError
 from compiled_optim.optimizer import Optimizer

@@ -60,6 +60,11 @@ def test_settings_reach_the_optimizer_and_eager_runs_are_told(capsys, monkeypatc
     assert "COMPILED_OPTIM_EAGER" in capsys.readouterr().out
 
 
+def test_a_device_without_a_backend(capsys):
+    assert main(["warmup", "--optimizer", "sgd", "--device", "vulkan"]) == 1
+    assert "no backend compiles for device type 'vulkan'" in capsys.readouterr().out
+
+
 def test_devices_where_shapes_are_compiled_in(capsys):
     assert main(["warmup", "--optimizer", "adamw", "--device", "cuda"]) == 1
     assert "call its warmup() instead" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compiled_optim as co
-from compiled_optim.backends import for_device
+from compiled_optim.backends import Availability, for_device
 from compiled_optim.diagnostics.units import recompile_reason
 from compiled_optim.engine.buckets import make_buckets
 from tests.helpers import SMALL, parameters, run_python, train
@@ -197,3 +197,17 @@ def test_warmup_shows_a_bar_on_a_terminal_only():
     assert lines[3].startswith("SGD [####################] 2/2 ")
     assert lines[3].endswith(" ready\n")
     assert "SGD" not in run_python(BAR.format(terminal=False))
+
+
+def test_it_never_raises(monkeypatch):
+    """Even if the compiler disappears after the units were compiled."""
+    params = with_gradients(parameters([(3,)]))
+    optimizer = co.SGD(params)
+    optimizer.step()
+    monkeypatch.setattr(type(for_device("cpu")), "available", lambda self: Availability(False, "no compiler"))
+    explanation = optimizer.explain()
+    assert explanation.mode == "compiled"
+    assert explanation.backends == ()
+    assert explanation.calls_per_step == 1
+    assert "SGD cannot be compiled by backend 'cpu': no compiler" in explanation.advice
+    assert "no backend available" in str(explanation)

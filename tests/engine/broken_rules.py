@@ -42,6 +42,22 @@ class BranchesOnAHyperparameter(Momentum):
             p -= lr * g
 
 
+class ComparesAHyperparameter(Momentum):
+    @staticmethod
+    def update(p, g, *, lr, momentum):
+        if lr == 0:  # HERE
+            return
+        p -= lr * g
+
+
+class ReducesTwice(Momentum):
+    @staticmethod
+    def update(p, g, *, lr, momentum, all_reduce):
+        (norms,) = all_reduce(g.sum_of_squares())
+        (sums,) = all_reduce(norms)  # HERE
+        p -= lr * g * sums
+
+
 class TakesAnItem(Momentum):
     @staticmethod
     def update(p, g, *, lr, momentum):
@@ -206,10 +222,12 @@ class NotStatic(Momentum):
 BROKEN = [
     (Branches, "branches on the value of a tensor", "torch.where"),
     (BranchesOnAHyperparameter, "branches on the value of a tensor", "a bool from derived()"),
+    (ComparesAHyperparameter, "branches on the value of a tensor", "a bool from derived()"),
+    (ReducesTwice, "calls all_reduce() more than once", "see the error above"),
     (TakesAnItem, "converts a tensor to a Python number", "0-dim tensor"),
     (TakesAFloat, "converts a tensor to a Python number", "0-dim tensor"),
     (ReadsWithinTorch, "reads the value of a tensor as a number", "0-dim tensor"),
-    (UsesNumpy, "hands a tensor to NumPy", "torch operations"),
+    (UsesNumpy, "converts a tensor to NumPy", "torch operations"),
     (PrintsATensor, "prints a tensor", "compile=False"),
     (RebindsAState, "reads the state 'buffer', but never changes it", "buffer.copy_(...)"),
     (ReplacesItemsOfAState, "reads the state 'buffer', but never changes it", "buffer.copy_(...)"),
@@ -220,13 +238,13 @@ BROKEN = [
     (WritesToAViewOfAGradient, "writes to the gradients", "without an in-place operation"),
     (ResizesAState, "changes the shape of 'buffer'", "the shape of its parameter"),
     (WantsAnotherShape, "fails on two small tensors", "see the error above"),
-    (DerivesATensor, "gives momentum=tensor(0.9000), of type Tensor", "return numbers"),
-    (DerivesLater, "gives other names in the second step", "same names in every step"),
-    (ChangesToABool, "gives other names in the second step", "same names in every step"),
-    (ForgetsAScalar, "update needs 'momentum', which nothing gives it", "return its value from derived()"),
+    (DerivesATensor, "returns momentum=tensor(0.9000), of type Tensor", "return numbers"),
+    (DerivesLater, "returns other names in the second step", "same names in every step"),
+    (ChangesToABool, "returns other names in the second step", "same names in every step"),
+    (ForgetsAScalar, "update takes 'momentum', but it has no value", "return its value from derived()"),
     (DerivesTooMuch, "update does not take 'second', which derived() returns", "keyword-only argument"),
     (AsksForAnUnknownHyperparameter, "asks for a hyperparameter 'rate' that no group has", "defaults"),
-    (DoesNotSayWhenAStateIsKept, "does not say when it keeps the optional state 'buffer'", "{'buffer': ...}"),
+    (DoesNotSayWhenAStateIsKept, "does not define when it keeps the optional state 'buffer'", "{'buffer': ...}"),
     (GivesAStateAnInitialValue, "the state 'buffer'", "initial_values"),
     (NamesAStateStep, "uses the name 'step' for a state", "rename the state"),
     (TakesAnything, "update takes **rest", "each by its name"),

@@ -9,7 +9,7 @@ from compiled_optim.guard.change import Change
 logger = logging.getLogger("compiled_optim")
 
 
-class Events:
+class EventLog:
     """The changes that one optimizer has followed, each with a count."""
 
     def __init__(self, optimizer: str) -> None:

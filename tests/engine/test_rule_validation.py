@@ -9,7 +9,7 @@ import torch
 
 import compiled_optim as co
 from catalog import CATALOG
-from compiled_optim.engine import validation
+from compiled_optim.engine import rule_validation
 from tests.helpers import assert_close, parameters
 
 from . import broken_rules
@@ -152,14 +152,14 @@ def test_rules_by_rows_are_tried_with_rows():
 
 
 def test_the_optimizers_of_this_package_are_not_tried(monkeypatch):
-    monkeypatch.setattr(validation, "_try_out", None)
+    monkeypatch.setattr(rule_validation, "_try_out", None)
     for name in ("AdamW", "Lamb", "Lion", "Adan"):
         getattr(co, name)(parameters([(3,)]))
 
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_optimizers_of_this_package_would_pass(name, monkeypatch):
-    monkeypatch.setattr(validation, "is_ours", lambda thing: False)
+    monkeypatch.setattr(rule_validation, "is_ours", lambda thing: False)
     getattr(co, name)(parameters([(3, 2)]), max_grad_norm=1.0, weight_decay=0.1)
 
 
