@@ -40,7 +40,10 @@ def made(workload: str, make: Callable[..., co.Optimizer], watched: bool, guarde
     optimizer = make(model if watched else model.parameters())
     optimizer.step()
     if not guarded:
-        optimizer._in_place = lambda *_: True  # type: ignore[method-assign]
+        stepper = optimizer._stepper
+        assert stepper._guard is not None
+        stepper._guard.holds = lambda *_: True  # type: ignore[method-assign]
+        stepper.tracker.modules_unchanged = lambda: True  # type: ignore[method-assign]
     return optimizer
 
 
