@@ -14,6 +14,7 @@ from compiled_optim.engine.hyperparameters import check_usual
 from compiled_optim.engine.rule import Clip, Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import RunOptions
+from compiled_optim.rules.lamb import direction
 from compiled_optim.tensors import Number, Tensors
 
 
@@ -111,12 +112,7 @@ class BertAdam(Optimizer):
         p: Tensors, g: Tensors, exp_avg: Tensors, exp_avg_sq: Tensors, *,
         lr: Number, b1: Number, b2: Number, e: Number, weight_decay: Number, has_weight_decay: bool,
     ) -> None:  # fmt: skip
-        exp_avg.ema_(g, b1)  # m = b1 m + (1 - b1) g
-        exp_avg_sq.ema_(g * g, b2)  # v = b2 v + (1 - b2) g²
-        u = exp_avg / (exp_avg_sq.sqrt() + e)
-        if has_weight_decay:
-            u += weight_decay * p
-        p -= lr * u
+        p -= lr * direction(p, g, exp_avg, exp_avg_sq, b1, b2, e, weight_decay if has_weight_decay else None)
 
     def get_lr(self) -> list[float]:
         """Return the next step's learning rate for each parameter with a gradient; ``[0]`` before the first step."""

@@ -76,15 +76,24 @@ class Lamb(Optimizer):
         lr: Number, beta1: Number, beta2: Number, eps: Number, weight_decay: Number,
         has_weight_decay: bool, use_trust_ratio: bool, all_reduce: AllReduce,
     ) -> None:  # fmt: skip
-        exp_avg.ema_(g, beta1)  # m = b1 m + (1 - b1) g
-        exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
-        u = exp_avg / (exp_avg_sq.sqrt() + eps)
-        if has_weight_decay:
-            u += weight_decay * p
+        u = direction(p, g, exp_avg, exp_avg_sq, beta1, beta2, eps, weight_decay if has_weight_decay else None)
         if use_trust_ratio:
             weights, updates = all_reduce(p.sum_of_squares(), u.sum_of_squares())
             u *= Tensors(map(trust_ratio, weights, updates, u))
         p -= lr * u
+
+
+def direction(
+    p: Tensors, g: Tensors, exp_avg: Tensors, exp_avg_sq: Tensors,
+    beta1: Number, beta2: Number, eps: Number, weight_decay: Number | None,
+) -> Tensors:  # fmt: skip
+    """Update the moments, and return Adam's direction without bias correction, with weight decay if it is not None."""
+    exp_avg.ema_(g, beta1)  # m = b1 m + (1 - b1) g
+    exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
+    u = exp_avg / (exp_avg_sq.sqrt() + eps)
+    if weight_decay is not None:
+        u += weight_decay * p
+    return u
 
 
 def trust_ratio(weights: Tensor, updates: Tensor, u: Tensor) -> Tensor:
