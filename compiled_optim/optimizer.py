@@ -176,19 +176,21 @@ class Optimizer(Rule, torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         groups, follow = self.param_groups, self.on_realloc == "recompile"  # else the next step reports changes
         with self._stepper.synced_params(groups, self._state) if follow else nullcontext():
-            names = self._stepper.tracker.names(groups)
-            self.__setstate__(checkpoint.read(self, groups, names, self.defaults, state_dict))
+            self.__setstate__(
+                checkpoint.read(self, groups, self._stepper.tracker.names(groups), self.defaults, state_dict)
+            )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_settings": self._settings, "_uses_scaler": self._stepper.uses_scaler}
-        norms = {"max_grad_norm": self.max_grad_norm, "last_grad_norm": self.last_grad_norm}
-        return {**super().__getstate__(), **kept, **norms}
+        kept = {name: getattr(self, name) for name in ("_settings", "max_grad_norm", "last_grad_norm")}
+        return {**super().__getstate__(), **kept, "_uses_scaler": self._stepper.uses_scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         uses_scaler = state.pop("_uses_scaler", False)
         super().__setstate__(state)
+        if not self.has_torch_switches:
+            self.defaults.pop("differentiable", None)  # which torch has just added
         for group in self.param_groups:
             group.update(checkpoint.complete_group(self, self.defaults, group))
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters

@@ -92,7 +92,7 @@ def is_freed(tensor: Tensor) -> bool:
 
     Always False for PrivateUse1 devices, which may keep their memory outside the storage.
     """
-    if tensor.device.type == torch._C._get_privateuse1_backend_name():
+    if not tensor.numel() or tensor.device.type == torch._C._get_privateuse1_backend_name():
         return False
     needed = (tensor.storage_offset() + span(tensor)) * tensor.element_size()
     return tensor.untyped_storage().nbytes() < needed

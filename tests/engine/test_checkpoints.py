@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 
 import pytest
 import torch
@@ -275,3 +276,14 @@ def test_what_users_keep_in_a_state_survives():
     assert other.state["of no parameter"] == {"epoch": 7}
     advance(other, params, 1, 2)
     assert other.state[param]["note"] == "kept"
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_loading_adds_no_keys(name):
+    params = parameters(SMALL)
+    optimizer = getattr(co, name)(params, compile=False)
+    advance(optimizer, params, 0, 2)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert optimizer.state_dict()["param_groups"] == saved["param_groups"]
+    assert pickle.loads(pickle.dumps(optimizer)).state_dict()["param_groups"] == saved["param_groups"]

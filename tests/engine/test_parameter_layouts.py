@@ -102,3 +102,13 @@ def test_parameter_listed_twice_warns_and_is_stepped_once(name, compiled):
     assert_close([param], [twin], 2e-6)
     with pytest.raises(ValueError, match="more than one parameter group"):
         getattr(co, name)([{"params": [param]}, {"params": [param]}])
+
+
+def test_empty_parameters_with_an_offset(compiled):
+    """Their storage has no bytes, and they need none."""
+    empty = torch.nn.Parameter(torch.randn(3, 0)[1:])
+    empty.grad = torch.zeros(2, 0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    co.SGD([empty, weight], lr=0.5, compile=compiled).step()
+    assert weight.tolist() == [0.5, 0.5]
