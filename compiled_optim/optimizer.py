@@ -174,11 +174,10 @@ class Optimizer(Rule, torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        groups, follow = self.param_groups, self.on_realloc == "recompile"  # else the next step reports changes
-        with self._stepper.synced_params(groups, self._state) if follow else nullcontext():
-            self.__setstate__(
-                checkpoint.read(self, groups, self._stepper.tracker.names(groups), self.defaults, state_dict)
-            )
+        stepper, groups = self._stepper, self.param_groups
+        follow = self.on_realloc == "recompile"  # else the next step reports changes
+        with stepper.synced_params(groups, self._state) if follow else nullcontext():
+            self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -286,12 +285,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
         try:
             if stepper.uses_scaler:
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
-            groups, state, comparison = self.param_groups, self._state, self._comparison
-            if comparison is None:
-                self.last_grad_norm = stepper.step(groups, state, self._state_was_accessed, unscale)
+            if self._comparison is None:
+                self.last_grad_norm = stepper.step(self.param_groups, self._state, self._state_was_accessed, unscale)
             else:
-                self._comparison = None
-                self.last_grad_norm = stepper.compared_step(comparison, groups, state, unscale)
+                comparison, self._comparison = self._comparison, None
+                self.last_grad_norm = stepper.compared_step(comparison, self.param_groups, self._state, unscale)
         except BaseException:
             amp.remove_marks(self.__dict__)
             raise
