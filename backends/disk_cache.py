@@ -42,7 +42,9 @@ def load(
         return None
     try:
         record = json.loads(_path(signature, settings).read_text())
-        module = PyCodeCache.load_by_key_path(record["key"], str(directory() / record["module"]))
+        source = (directory() / record["module"]).resolve()
+        source.relative_to(directory())  # raises for a record that points outside of the directory
+        module = PyCodeCache.load_by_key_path(record["key"], str(source))
         return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
     except Exception:  # a stale or damaged file may raise anything; the graph is compiled again
         return None
@@ -84,8 +86,11 @@ def _rule(signature: Signature) -> Any:
 
 
 def _is_cacheable(signature: Signature) -> bool:
-    """Return True for rules of this package. A user's rule may depend on code that the key does not cover."""
-    return is_ours(_rule(signature))
+    """Return True for rules of this package, unless TORCHINDUCTOR_FORCE_DISABLE_CACHES is set.
+
+    A user's rule may depend on code that the key does not cover.
+    """
+    return is_ours(_rule(signature)) and not torch.compiler.config.force_disable_caches
 
 
 def directory() -> Path:

@@ -128,8 +128,7 @@ class Stepper:
             self.tracker.apply(groups, state, moves)
             yield
         self.tracker.accept(groups, moves)
-        for change in changes:
-            self._events.record(change)
+        self._events.record(changes)
 
     def _make_plan(
         self, params: list[Tensor], grads: list[Tensor | None], groups: Sequence[Group], state: State

@@ -142,7 +142,7 @@ def make_buckets(
         dtypes = (entry.grad_dtype, entry.param.dtype, *kept)
         if entry.param.is_complex():
             dtypes = tuple(map(layout.real_dtype, dtypes))
-        steps = states.steps_taken(state.get(entry.param, {}), rule.counts_steps, program.states)
+        steps = states.steps_taken(entry.name, state.get(entry.param, {}), rule.counts_steps, program.states)
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
         key = (number, entry.local.device, dtypes, steps, wave, entry.rows, shards)
         if key not in buckets:

@@ -8,7 +8,6 @@ parameter is not rounded below the dtype in which the step computes.
 from __future__ import annotations
 
 import inspect
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.engine.rule import Group, Rule
-from compiled_optim.engine.states import check_state_fits
+from compiled_optim.engine.states import check_state_fits, is_step_count
 from compiled_optim.storage import compute_dtype
 
 REMEDY = "load the checkpoint that belongs to this optimizer and model"
@@ -143,15 +142,8 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
             check_state_fits(name, param, state, value, REMEDY)
-    if rule.counts_steps and not _is_count(values["step"]):
+    if rule.counts_steps and not is_step_count(values["step"]):
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
-
-
-def _is_count(step: object) -> bool:
-    """Return True for a number of steps: a tensor in checkpoints of torch, an int in those of torch_npu."""
-    if isinstance(step, Tensor):
-        step = step.item() if step.numel() == 1 else None
-    return isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step)
 
 
 def _convert(param: Tensor, value: Any, key: object = None) -> Any:
@@ -168,7 +160,7 @@ def _convert(param: Tensor, value: Any, key: object = None) -> Any:
     dtype = value.dtype
     if value.is_complex() and param.is_complex():
         dtype = param.dtype
-    elif value.is_floating_point() and param.is_floating_point():
-        wider = torch.finfo(value.dtype).bits > torch.finfo(param.dtype).bits
+    elif param.is_floating_point() and not value.is_complex():
+        wider = value.is_floating_point() and torch.finfo(value.dtype).bits > torch.finfo(param.dtype).bits
         dtype = compute_dtype(param.dtype) if wider else param.dtype
     return value.to(param.device, dtype)

@@ -5,6 +5,7 @@ Parameters that are stepped together share one ``step`` tensor. The exact count 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ def existing_states(state: State, param: Tensor, parameter_name: str, names: Seq
     found = {name: values[name] for name in names if values.get(name) is not None}
     for name, tensor in found.items():
         check_state_fits(parameter_name, param, name, tensor, REMEDY)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"state {name!r} of {parameter_name} has dtype {tensor.dtype}, which would truncate every update; "
+                f"convert it to {param.dtype}"
+            )
     return found
 
 
@@ -45,12 +51,21 @@ def check_state_fits(parameter_name: str, param: Tensor, name: str, tensor: Tens
         )
 
 
-def steps_taken(values: Mapping[str, Any], counts_steps: bool, names: Sequence[str]) -> int:
+def steps_taken(parameter_name: str, values: Mapping[str, Any], counts_steps: bool, names: Sequence[str]) -> int:
     """Return the number of steps of a parameter from its states; 0 or 1 for rules that do not count steps."""
-    if counts_steps:
-        # a tensor in checkpoints of torch, an int in those of torch_npu
-        return int(values.get("step", 0))
-    return int(bool(names) and all(values.get(name) is not None for name in names))
+    if not counts_steps:
+        return int(bool(names) and all(values.get(name) is not None for name in names))
+    step = values.get("step", 0)
+    if not is_step_count(step):
+        raise ValueError(f"'step' of {parameter_name} is {step!r}, not a number of steps; {REMEDY}")
+    return int(step)
+
+
+def is_step_count(step: object) -> bool:
+    """Return True for a number of steps: a tensor in checkpoints of torch, an int in those of torch_npu."""
+    if isinstance(step, Tensor):
+        step = step.item() if step.numel() == 1 else None
+    return isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step)
 
 
 def new_step_counter(steps: int) -> Tensor:

@@ -75,3 +75,21 @@ def test_another_process_with_another_model_traces_and_compiles_nothing(tmp_path
         record.write_text(json.dumps(contents))
     assert run([3, 40_000]) == 2, "taken from disk, found to compute something else, and compiled again"
     assert run([3, 40_000]) == 0
+
+
+def test_records_are_not_used_where_caches_are_disabled_or_they_point_outside(tmp_path):
+    cache = tmp_path / "cache"
+
+    def traced(**environment):
+        printed = run_python(MODEL.format(sizes=[3]), TORCHINDUCTOR_CACHE_DIR=str(cache), **environment)
+        return int(printed.split()[0])
+
+    assert traced() == 1
+    assert traced() == 0
+    assert traced(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") == 1
+    (record,) = (cache / "compiled_optim").iterdir()
+    contents = json.loads(record.read_text())
+    outside = tmp_path / "outside.py"
+    outside.write_bytes((cache / contents["module"]).read_bytes())
+    record.write_text(json.dumps({**contents, "module": "../outside.py"}))
+    assert traced() == 1

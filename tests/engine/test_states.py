@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 
 import pytest
 import torch
@@ -87,3 +88,47 @@ def test_state_dict_step_tensors_are_not_shared(compiled):
     optimizer = train(lambda p: co.AdamW(p, compile=compiled), parameters(SMALL), 2)
     steps = [state["step"] for state in optimizer.state_dict()["state"].values()]
     assert len({step.data_ptr() for step in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("step", [float("nan"), -1.0, 2.5, "3"], ids=str)
+def test_a_step_that_is_no_count_is_refused(step, compiled):
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = co.AdamW([("weight", weight)], compile=compiled)
+    optimizer.step()
+    before = weight.detach().clone()
+    optimizer.state[weight]["step"] = step if isinstance(step, str) else torch.tensor(step)
+    with pytest.raises(ValueError, match=r"'step' of parameter 'weight' is .*not a number of steps"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_integer_states_are_refused_when_assigned_and_converted_when_loaded(compiled):
+    weight, twin = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, reference = co.AdamW([("weight", weight)], compile=compiled), torch.optim.AdamW([twin])
+    for param, opt in ((weight, optimizer), (twin, reference)):
+        param.grad = torch.ones(3)
+        opt.step()
+        saved = opt.state_dict()
+        saved["state"][0]["exp_avg"] = torch.tensor([1, 2, 3])
+        opt.load_state_dict(saved)
+        opt.step()
+    torch.testing.assert_close(weight, twin)
+    optimizer.state[weight]["exp_avg"] = torch.tensor([1, 2, 3])
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of parameter 'weight' has dtype torch.int64"):
+        optimizer.step()
+
+
+def test_assigning_the_state_is_noticed(compiled):
+    weight, twin = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    for param, opt in (
+        (weight, co.AdamW([weight], compile=compiled)),
+        (twin, torch.optim.AdamW([twin])),
+    ):
+        for _ in range(3):
+            param.grad = torch.rand(3, generator=torch.Generator().manual_seed(0))
+            opt.step()
+        opt.state = defaultdict(dict)
+        opt.step()
+        assert int(opt.state_dict()["state"][0]["step"]) == 1
+    torch.testing.assert_close(weight, twin)
