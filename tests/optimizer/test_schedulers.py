@@ -63,11 +63,8 @@ def test_every_scheduler_of_torch_has_an_entry():
 
 
 def hyperparameters(group):
-    values = [
-        group["lr"],
-        *group.get("betas", ())[:1],
-        group.get("momentum", 0),
-    ]  # the hyperparameters that schedulers change
+    """Return the hyperparameters that schedulers change."""
+    values = [group["lr"], *group.get("betas", ())[:1], group.get("momentum", 0)]
     return tuple(map(float, values))
 
 
