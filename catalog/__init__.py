@@ -1,6 +1,6 @@
-"""Every optimizer of the package, with all that the tests and the benchmarks need to know about it.
+"""The data that tests and benchmarks use for every optimizer of the package.
 
-Whatever runs over all optimizers takes them from CATALOG. A new optimizer is one entry here, and a formula in
+Code that runs over all optimizers takes them from CATALOG. To add an optimizer, add one entry, and a formula in
 ``references.py`` if torch.optim does not have it.
 """
 

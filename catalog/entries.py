@@ -1,4 +1,4 @@
-"""The entries of the catalog."""
+"""The catalog entries, one for each optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an entry of the catalog consists of."""
+"""The fields of a catalog entry."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Reference = type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Published:
-    """An implementation of the optimizer to compare the speed with.
+    """Another implementation of the optimizer, for benchmarks.
 
-    ``module`` has it under ``name``; ``options`` are passed in addition to those of Measured.
+    It is the attribute ``name`` of ``module``. ``options`` are passed in addition to those of Measured.
     """
 
     module: str
@@ -30,10 +30,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Measured:
-    """How the speed of an optimizer is measured.
+    """The benchmark settings of an optimizer.
 
-    ``states`` counts the tensors kept for each parameter. An optimizer is measured a second time with its gradients
-    clipped to the norm ``clip``, if that is given.
+    ``states`` is the number of state tensors for each parameter. If ``clip`` is given, the optimizer is measured a
+    second time with its gradients clipped to this norm.
     """
 
     options: Options
@@ -44,23 +44,23 @@ class Measured:
 
 @dataclass(frozen=True)
 class Entry:
-    """One optimizer.
+    """The catalog entry of one optimizer.
 
     Attributes:
-        name: The class in ``compiled_optim``, and in torch.optim if it has one.
-        reference: What the results are compared with: the class of torch.optim, or a Formula.
-        parity: The option sets that are compared with the reference; together they reach every branch of the rule.
-        typical: Options for tests of something else: schedulers, GradScaler, checkpoints, lowering. They select the
-            largest program, so that lowering covers it.
-        distributed: Options for tests on several ranks. Epsilon is large enough that the rounding of gradients near
-            zero makes no difference, and the learning rate is large enough to move the parameters.
-        refused: Arguments that the constructor must refuse.
+        name: The name of the class in ``compiled_optim``, and in torch.optim if it has one.
+        reference: The class that the results are compared with: from torch.optim, or a Formula.
+        parity: Sets of options that are compared with the reference. Together they cover every branch of the rule.
+        typical: Options for tests of schedulers, GradScaler, checkpoints and lowering. They select the largest
+            program, so that lowering covers it.
+        distributed: Options for tests on several ranks. Epsilon is large enough that rounding errors of gradients near
+            zero have no effect, and the learning rate is large enough to move the parameters.
+        refused: Arguments that the constructor must reject.
         fused: Whether torch.optim has a fused implementation.
         tolerance: The largest relative difference from the reference, in float64 and in float32.
         float16: Options that keep the states within the range of float16.
-        sums: Whether a step takes sums over each "tensor", or over "all gradients".
+        sums: The scope of the sums in a step: "tensor" or "all gradients".
         without_norm: Options that turn off the norm over all gradients, so that parameters are independent.
-        measured: How the speed is measured, if it is.
+        measured: The benchmark settings, or None if it is not measured.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Entry:
 
     @property
     def in_torch(self) -> bool:
-        """Whether torch.optim has the optimizer."""
+        """True if torch.optim has the optimizer."""
         return isinstance(self.reference, type)
 
 
 def combinations(**choices: list[Any]) -> tuple[Options, ...]:
-    """Return every combination of the choices; an option whose choice is None is left out."""
+    """Return every combination of the choices. A choice of None omits the option."""
     return tuple(
         {key: value for key, value in zip(choices, values, strict=True) if value is not None}
         for values in itertools.product(*choices.values())

@@ -1,8 +1,8 @@
-"""Reference formulas, in float64 NumPy, of the optimizers that torch.optim does not have.
+"""Reference formulas in float64 NumPy for the optimizers that torch.optim does not have.
 
-They are written from the papers and the specification, not from the package: one tensor at a time, with branches. Each
-takes the parameters and gradients as lists of arrays, a dict of states for each tensor, the step count (1 in the first
-step), the learning rate and the hyperparameters. It returns the new parameters.
+They follow the papers and the specification, not the code of the package. They process one tensor at a time and use
+Python branches. Each formula takes the parameters and gradients as lists of arrays, a dict of states for each tensor,
+the step count (1 in the first step), the learning rate and the hyperparameters. It returns the new parameters.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Memories = Sequence[Memory]
 
 
 class Formula(torch.optim.Optimizer):
-    """A reference formula as an optimizer with one parameter group.
+    """An optimizer with one parameter group that computes a reference formula.
 
-    It keeps the parameters in float64, whatever their dtype is, and copies the result into them after each step.
+    It keeps a float64 copy of the parameters, and copies the result into the parameters after each step.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Formula(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Compute one step by the formula."""
+        """Compute one step with the formula."""
         group = self.param_groups[0]
         grads = [self.sign * array(param.grad) for param in group["params"]]
         self.steps += 1
@@ -65,7 +65,7 @@ def lamb(
     ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-6, weight_decay: float = 0.0, adam: bool = False, use_global_grad_norm: bool = False,
 ) -> list[Array]:  # fmt: skip
-    """LAMB as in the specification: no bias correction, the weight norm clamped to 10."""
+    """Compute LAMB of the specification: no bias correction, the weight norm clamped to 10."""
     if use_global_grad_norm:
         total = math.sqrt(sum(float((g * g).sum()) for g in gs))
         if total > 1:
@@ -85,7 +85,7 @@ def lion(
     ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> list[Array]:  # fmt: skip
-    """Lion, from the paper."""
+    """Compute Lion of the paper."""
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
         m = memory.get("m", 0.0)
@@ -98,7 +98,7 @@ def adan(
     ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float,
     betas: tuple[float, float, float] = (0.98, 0.92, 0.99), eps: float = 1e-8, weight_decay: float = 0.0,
 ) -> list[Array]:  # fmt: skip
-    """Adan, from the paper, with the bias corrections of its published code; the paper's betas are one minus these."""
+    """Compute Adan of the paper, with the bias corrections of its published code. The paper's betas are 1 - beta."""
     a1, a2, a3 = (1 - beta for beta in betas)
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
@@ -131,7 +131,7 @@ def bert_adam(
     schedule: str = "warmup_linear", b1: float = 0.9, b2: float = 0.999, e: float = 1e-6, weight_decay: float = 0.01,
     max_grad_norm: float = 1.0,
 ) -> list[Array]:  # fmt: skip
-    """BertAdam: Adam without bias correction, with a schedule and clipping by the norm of all gradients."""
+    """Compute BertAdam: Adam without bias correction, with a schedule and clipping by the norm of all gradients."""
     if max_grad_norm > 0:
         norm = math.sqrt(sum(float((g * g).sum()) for g in gs))
         coefficient = max_grad_norm / (norm + 1e-6)
@@ -151,7 +151,7 @@ def rmsprop_tf(
     weight_decay: float = 0.0, momentum: float = 0.0, centered: bool = False, decoupled_decay: bool = False,
     lr_in_momentum: bool = True,
 ) -> list[Array]:  # fmt: skip
-    """RMSprop as TensorFlow computes it: the average starts at one, epsilon is inside the root."""
+    """Compute RMSprop of TensorFlow: the average starts at one, and epsilon is inside the square root."""
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
         if weight_decay and decoupled_decay:
@@ -176,7 +176,7 @@ def rmsprop_tf(
 
 
 def adamp_view(p: Array, g: Array, step: Array, eps: float, delta: float) -> tuple[str | None, Array]:
-    """Return the view in which the step is projected, if any, and the step after the projection."""
+    """Return the view in which the step is projected, or None, and the step after the projection."""
     for kind, shape in (("channel", (p.shape[0], -1)), ("layer", (1, -1))):
         rows, grows, srows = p.reshape(shape), g.reshape(shape), step.reshape(shape)
         norm = np.sqrt((rows * rows).sum(1))
@@ -191,7 +191,7 @@ def adamp(
     ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8, weight_decay: float = 0.0, delta: float = 0.1, wd_ratio: float = 0.1, nesterov: bool = False,
 ) -> list[Array]:  # fmt: skip
-    """AdamP, from the paper; ``memory["fired"]`` says in which view the step was projected."""
+    """Compute AdamP of the paper; ``memory["fired"]`` is the view in which the step was projected."""
     results = []
     for p, g, memory in zip(ps, gs, memories, strict=True):
         b1, b2 = betas

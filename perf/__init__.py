@@ -1,1 +1,1 @@
-"""Measuring the optimizers on this machine: ``python -m perf``."""
+"""Benchmarks of the optimizers on this machine: ``python -m perf``."""

@@ -1,4 +1,4 @@
-"""The perf report: ``python -m perf --help``."""
+"""Command line of the benchmark report: ``python -m perf --help``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from perf.report import BadInput, Report
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with exit code 2."""
+        """Print the message and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     from perf.cases import DTYPES
     from perf.contenders import CONTENDERS
     from perf.optimizers import RULES
@@ -29,9 +29,10 @@ def parser() -> Parser:
 
     made = Parser(
         prog="python -m perf",
-        description="How fast the optimizers step on this machine, against torch.optim and other packages, against "
-        "what the memory can do, and what compiling costs. Without --workload, --optimizer and --dtype a default list "
-        "is run, in a few minutes; with any of them every combination of what is named.",
+        description="Measure the step time of the optimizers on this machine. Compare it with torch.optim, with other "
+        "packages and with the limit set by memory bandwidth. Measure the compile time of the first step. Without "
+        "--workload, --optimizer and --dtype, run a default list, which takes a few minutes. With any of these "
+        "options, run every combination of the given values.",
     )
 
     def several(flag: str, table: Sequence[str], about: str) -> None:
@@ -40,30 +41,30 @@ def parser() -> Parser:
             action="append",
             default=[],
             metavar="NAME",
-            help=f"{about}, may be repeated: {', '.join(table)}; or all",
+            help=f"{about}; may be repeated: {', '.join(table)}; or all",
         )
 
-    several("--workload", list(WORKLOADS), "which shapes")
-    several("--optimizer", list(RULES), "which optimizer")
-    several("--dtype", list(DTYPES), "which dtype")
-    several("--contender", list(CONTENDERS), "who takes part")
+    several("--workload", list(WORKLOADS), "the model whose parameter shapes are used")
+    several("--optimizer", list(RULES), "the optimizer to measure")
+    several("--dtype", list(DTYPES), "the dtype of parameters and gradients")
+    several("--contender", list(CONTENDERS), "the implementation to measure")
     made.add_argument(
-        "--device", default="cpu", help="cpu (default), cuda, cuda:1, npu, ...; devices are timed by events"
+        "--device",
+        default="cpu",
+        help="cpu (default), cuda, cuda:1, npu, ...; devices other than cpu are timed with events",
     )
-    made.add_argument("--rounds", type=int, metavar="N", help="rounds in each race; default: about 4 seconds' worth")
-    made.add_argument(
-        "--no-compile-cost", action="store_true", help="leave out the first steps in processes of their own"
-    )
-    made.add_argument("--load", type=Path, metavar="FILE", help="show a report saved by --json instead of measuring")
-    made.add_argument("--compare", type=Path, metavar="FILE", help="say what changed since a report saved by --json")
+    made.add_argument("--rounds", type=int, metavar="N", help="rounds of each race; default: about 4 seconds")
+    made.add_argument("--no-compile-cost", action="store_true", help="do not measure the first step in new processes")
+    made.add_argument("--load", type=Path, metavar="FILE", help="print a report saved by --json; measure nothing")
+    made.add_argument("--compare", type=Path, metavar="FILE", help="print the changes since a report saved by --json")
     made.add_argument("--json", type=Path, metavar="FILE", help="save the report as JSON")
     made.add_argument("--markdown", type=Path, metavar="FILE", help="save the report as Markdown")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the step times: .png, .svg or .pdf")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="plot the step times; FILE ends in .png, .svg or .pdf")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the report; returns the exit code."""
+    """Measure or load a report, write it, and return the exit code."""
     try:
         from perf.run import Request, run
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""How much of the CPU others took while the report was running: with few cores, that spoils every number."""
+"""Measure the CPU time that other processes use during a run. On few cores it distorts the results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ TOO_MUCH = 0.05
 
 
 class Others:
-    """Counts from when it is made. Knows nothing where there is no /proc/stat."""
+    """Count the CPU time of other processes from construction on. Without /proc/stat it reports nothing."""
 
     def __init__(self) -> None:
         self.began = self._seconds()
 
     @staticmethod
     def _seconds() -> tuple[float, float, float] | None:
-        """The CPU seconds there were, those that were used, and those used by this process and its children."""
+        """Return the total CPU seconds, the busy ones, and those used by this process and its children."""
         try:
             numbers = [int(word) for word in STAT.read_text().splitlines()[0].split()[1:9]]
         except (OSError, ValueError, IndexError):
@@ -28,7 +28,7 @@ class Others:
         return (used + idle + waiting) / tick, used / tick, sum(os.times()[:4])
 
     def note(self) -> list[str]:
-        """A line for the reader if others took too much."""
+        """Return a warning line if other processes used more than TOO_MUCH of the CPU."""
         now = self._seconds()
         if now is None or self.began is None:
             return []

@@ -1,4 +1,4 @@
-"""Which races are run: the default list, or the product of what was asked for."""
+"""Select the races: the default list, or the product of the command-line options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """One race, run ``without`` some contenders to save time unless they are asked for."""
+    """One race. To save time, it skips the contenders in ``without`` unless --contender is given."""
 
     workload: str
     optimizer: str
@@ -32,11 +32,11 @@ DEFAULT = [
     *(Case("resnet50", name, without=SLOWEST) for name in ("SGD", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop")),
     Case("gpt2_small", "Lamb", without=SLOWEST),
 ]
-"""What a reader looks for first, in a few minutes."""
+"""The most important races; they take a few minutes."""
 
 
 def choose(workloads: Sequence[str], optimizers: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
-    """The default list if nothing was asked for; else every combination, what was left open being as usual."""
+    """Return DEFAULT if all arguments are empty, otherwise every combination; an empty argument gets its default."""
     if not (workloads or optimizers or dtypes):
         return DEFAULT
     return [

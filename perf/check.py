@@ -1,4 +1,4 @@
-"""Whether a contender computes what it should: its first steps against the same steps in float64."""
+"""Check the results of a contender: compare its first steps with the same steps in float64."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from perf.optimizers import Rule
 
 CHECKED_STEPS = 2
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.25}
-"""How far the checked steps may be from the reference, relative to their length; one that did not step is at 1.
+"""The largest deviation from the reference, relative to the length of the steps. It is 1 if nothing was stepped.
 
-Not tighter: torch's own norm of 40 million float32 elements is off by a thousandth on the CPU, and Lamb divides by it.
+The tolerance cannot be tighter: on the CPU, torch's norm of 40 million float32 elements has a relative error of 1e-3,
+and Lamb divides by that norm.
 """
 
 
 def reference(rule: Rule, noise: Noise) -> Tensor:
-    """Where the checked steps lead, as one flat tensor.
+    """Return the parameters after the checked steps, as one flat tensor.
 
-    Computed in float64 by the first of REFERENCES there is, on the CPU, because not every device has float64; tensor by
-    tensor if the rule lets us, because float64 copies of a whole model take more memory than all else here.
+    The first available entry of REFERENCES computes them in float64 on the CPU, because not every device supports
+    float64. It steps one tensor at a time if the rule has no norm over all gradients, because float64 copies of a whole
+    model need more memory than everything else here.
     """
     made = next(CONTENDERS[name] for name in REFERENCES if not_entered(name, rule, "cpu", 0, asked=True) is None)
     starts, windows = noise.cut(noise.start()), [noise.window(step) for step in range(1, 1 + CHECKED_STEPS)]
@@ -41,7 +43,7 @@ def reference(rule: Rule, noise: Noise) -> Tensor:
 
 
 def judge(start: Tensor, end: Tensor, expected: Tensor) -> tuple[float, str]:
-    """How far the steps ended from where they should, relative to their length, and what is wrong with that if any."""
+    """Return the deviation relative to the length of the steps, and an error message or an empty string."""
     deviation = float((end - expected).norm() / (expected - start).norm())
     if deviation <= TOLERANCE[end.dtype]:
         return deviation, ""
@@ -51,5 +53,5 @@ def judge(start: Tensor, end: Tensor, expected: Tensor) -> tuple[float, str]:
 
 
 def flat(params: Sequence[Tensor]) -> Tensor:
-    """All parameters in one tensor."""
+    """Concatenate all parameters into one flat tensor."""
     return torch.cat([param.detach().view(-1) for param in params])

@@ -1,4 +1,4 @@
-"""Timing one call: by the wall clock on the CPU, by the device's own events elsewhere."""
+"""Time one call: with the wall clock on the CPU, with device events on other devices."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Clock:
-    """Times calls on one device. Events of cuda and npu see the device's work, not when the host came back."""
+    """Time calls on one device. CUDA and NPU events measure the work of the device, not the time of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module = None if device.type == "cpu" else torch.get_device_module(device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """The seconds that a call takes."""
+        """Return the seconds that a call takes."""
         if self.module is None:
             start = time.perf_counter()
             call()

@@ -1,4 +1,4 @@
-"""What changed since another report, beyond the spread that both print."""
+"""Compare two reports: list the changes that are larger than the spread of both."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tabulate import tabulate
 from perf.report import Report, Row
 
 MATTERS = ("cpu", "threads", "torch", "device", "peers")
-"""What must be equal for two reports to be about the same thing."""
+"""The keys of ``Report.machine`` that must be equal for two reports to be comparable."""
 
 ENOUGH = 8
-"""The quartiles of so many rounds are taken for the spread."""
+"""The fewest rounds whose quartiles are used as the spread."""
 
 
 def compare(old: Report, new: Report) -> str:
-    """Say which rows are faster or slower than before, and which cannot be compared."""
+    """Return a text that lists the rows that became faster or slower, and those that cannot be compared."""
     lines = [f"Compared with the report of {old.date}:"]
     lines += [
         f"  {what} differs: {old.machine.get(what, '?')} then, {new.machine.get(what, '?')} now"
@@ -46,10 +46,10 @@ def compare(old: Report, new: Report) -> str:
 
 
 def _change(was: Row, now: Row) -> list[str] | None:
-    """A table row if the ratio to the baseline changed so that the quartiles do not overlap; None otherwise.
+    """Return a table row if the quartiles of the two ratios to the baseline do not overlap, otherwise None.
 
-    Ratios are what is compared, because a machine that is faster or slower today is so for everybody; and only those of
-    enough rounds, because the quartiles of a handful are no measure of the spread.
+    Ratios are compared instead of times, because a change in the speed of the machine affects all contenders. Rows with
+    fewer than ENOUGH rounds are not compared, because their quartiles do not measure the spread.
     """
     assert was.time is not None
     assert now.time is not None
@@ -64,7 +64,7 @@ def _change(was: Row, now: Row) -> list[str] | None:
 
 
 def _yardsticks(measured: Sequence[tuple[Row, Row]]) -> str | None:
-    """How much the baselines, to which the ratios are, have moved themselves; None if there are none."""
+    """Return a line on how the times of the baselines changed, or None if no baseline is in both reports."""
     moved = [
         now.time.median / was.time.median
         for was, now in measured

@@ -1,4 +1,4 @@
-"""What compiling costs: first steps of AdamW in processes of their own, with cache directories of their own."""
+"""Measure the cost of compilation: the first step of AdamW in new processes with separate cache directories."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PROCESSES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("second", OURS, [("tiny_mlp", COLD)]),
     ("third", RECIPE, [("tiny_mlp", COLD)]),
 ]
-"""The cache directory, the contender, and the workloads in their order; each line is a process."""
+"""Cache directory, contender, and workloads in order. Each entry is one process."""
 
 
 class ChildError(Exception):
-    """A process could not make its first step; the message is one line for the report."""
+    """A child process failed. The message is one line for the report."""
 
 
 def measure(device: str, progress: Callable[[str, float], None]) -> Iterator[FirstStep]:
-    """Run the processes one after the other."""
+    """Run the processes one after the other and yield their first steps."""
     with tempfile.TemporaryDirectory() as root:
         for done, (cache, contender, plan) in enumerate(PROCESSES):
             progress(f"first step of {contender} on {plan[0][0]}, {plan[0][1]}", done / len(PROCESSES))

@@ -1,7 +1,7 @@
-"""Who competes: a table of implementations, each with a way to make it and a reason where it cannot enter.
+"""The implementations that are compared: how each is constructed, and when it cannot take part.
 
-Nobody is dropped in silence: an implementation that is not installed or does not exist for an optimizer is listed with
-the reason.
+Every implementation is listed in the report. One that is not installed, or does not provide an optimizer, is listed
+with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Maker = Callable[[Rule, list[Tensor]], torch.optim.Optimizer]
 
 @dataclass
 class Entrant:
-    """An optimizer that was entered, and one full step of it, clipping included."""
+    """An optimizer of a contender, and a function that runs one full step, including clipping."""
 
     optimizer: torch.optim.Optimizer
     step: Callable[[], object]
@@ -32,11 +32,12 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation, of the optimizers that it ``exists_for``.
+    """One implementation.
 
-    ``package`` must be importable; ``distribution`` is its name on PyPI. One that compiles the ``whole_model`` takes
-    long to warm up on more than a FEW tensors, and enters there only when it is asked for. One that ``clips`` does so
-    inside its step; for the others it is torch's clip_grad_norm_, by ``foreach`` or not.
+    ``exists_for`` returns whether it provides an optimizer. ``package`` must be importable; ``distribution`` is its
+    name on PyPI. ``whole_model`` marks an implementation that compiles all tensors in one graph; its warm-up is slow
+    for more than FEW tensors, so there it runs only if --contender is given. ``clips`` marks an implementation that
+    clips gradients inside its step; for the others, torch's clip_grad_norm_ is called with ``foreach``.
     """
 
     make: Maker
@@ -50,17 +51,17 @@ class Contender:
     foreach: bool = True
 
     def absent(self) -> str | None:
-        """Why the implementation is not there at all, or None."""
+        """Return the reason why the package cannot be imported, or None if it can."""
         if self.package is None or importlib.util.find_spec(self.package) is not None:
             return None
         return "not installed: pip install .[peers]"
 
     def enter(self, rule: Rule, params: list[Tensor]) -> Entrant:
-        """Make the optimizer over these parameters."""
+        """Construct the optimizer for these parameters."""
         optimizer = self.make(rule, params)
         run: Callable[[], object] = optimizer.step
         if self.compile_step:
-            # as torch's documentation has it
+            # the recipe of the PyTorch documentation
             run = torch.compile(lambda: optimizer.step(), fullgraph=False)
         if rule.clip is None or self.clips:
             return Entrant(optimizer, run)
@@ -91,7 +92,7 @@ def _recipe_optimizer(rule: Rule, params: list[Tensor]) -> torch.optim.Optimizer
 
 
 def _published(module: str) -> tuple[Maker, Callable[[Rule], bool]]:
-    """Return how to make the optimizers of another module, and for which rules it has one."""
+    """Return the constructor of a module's optimizers, and a function that tells which rules the module provides."""
 
     def make(rule: Rule, params: list[Tensor]) -> torch.optim.Optimizer:
         found = rule.published(module)
@@ -123,17 +124,17 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "ours eager")
-"""What ratios are to: the first of these that was measured."""
+"""The baseline of the ratios is the first of these that was measured."""
 
 REFERENCES = ("torch loop", "adamp", "usual foreach", "ours eager")
-"""What every contender is checked against, in float64: the first of these that can enter."""
+"""The float64 reference of all contenders is the first of these that can run."""
 
 
 FEW = 20
 
 
 def not_entered(name: str, rule: Rule, device: str, tensors: int, asked: bool) -> tuple[str, str] | None:
-    """The status and the reason of a contender that does not run, or None if it does."""
+    """Return the status and the reason of a contender that does not run, or None if it runs."""
     contender = CONTENDERS[name]
     if not contender.exists_for(rule):
         return "none", f"has no {rule.ours}"

@@ -1,7 +1,7 @@
-"""The child process of compile_cost: makes the first step of one contender on each workload named, in this order.
+"""The child process of compile_cost: runs the first step of one contender on the given workloads, in order.
 
-Prints a line of JSON for each. After the first step there are twenty more under a schedule of learning rate and weight
-decay, to count recompiles.
+It prints one line of JSON for each workload. After the first step it runs twenty more, with a schedule of learning rate
+and weight decay, and counts the recompiles.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SCHEDULED_STEPS = 20
 
 
 def compiled_by_dynamo() -> int:
-    """How many graphs Dynamo has compiled in this process."""
+    """Return the number of graphs that Dynamo has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def first_step(contender: str, workload: str, device: str) -> dict[str, float | int | None]:
-    """Time the first step, importing the compiler included, and count what was compiled."""
+    """Measure the first step, including the import of the compiler, and count graphs and recompiles."""
     shapes = WORKLOADS[workload]()
     params: list[torch.Tensor] = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     for param in params:
@@ -44,9 +44,8 @@ def first_step(contender: str, workload: str, device: str) -> dict[str, float | 
         for group in entrant.optimizer.param_groups:
             lr = 1e-3 / (1 + step)
             group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr
-            if isinstance(
-                entrant.optimizer, co.Optimizer
-            ):  # a float to torch: a changed one is compiled anew, which nobody who uses the recipe would do
+            # torch.compile specializes on a float weight_decay: each change would recompile
+            if isinstance(entrant.optimizer, co.Optimizer):
                 group["weight_decay"] = 1e-2 * step
         entrant.step()
     counts: dict[str, int | None]

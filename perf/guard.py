@@ -1,4 +1,4 @@
-"""What the reallocation guard costs: ``python -m perf.guard`` steps an optimizer with and without it, by turns."""
+"""Measure the cost of the reallocation guard: ``python -m perf.guard`` alternates steps with and without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZERS: list[Callable[..., co.Optimizer]] = [co.SGD, co.AdamW]
 
 
 class Model(torch.nn.Module):
-    """One submodule for each tensor: as many places to look into as there can be."""
+    """A model with one submodule for each tensor, the most submodules that the guard can have to visit."""
 
     def __init__(self, workload: str) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Model(torch.nn.Module):
 
 
 def seconds(optimizer: co.Optimizer) -> float:
-    """One step."""
+    """Return the seconds of one step."""
     start = time.perf_counter()
     optimizer.step()
     return time.perf_counter() - start
 
 
 def made(workload: str, make: Callable[..., co.Optimizer], watched: bool, guarded: bool) -> co.Optimizer:
-    """An optimizer that has made its first step."""
+    """Return an optimizer after its first step."""
     model = Model(workload)
     optimizer = make(model if watched else model.parameters())
     optimizer.step()
@@ -48,7 +48,7 @@ def made(workload: str, make: Callable[..., co.Optimizer], watched: bool, guarde
 
 
 def measure(workload: str, make: Callable[..., co.Optimizer], watched: bool) -> list[object]:
-    """Median microseconds of a step with and without the guard, its share, and the difference for each tensor."""
+    """Return a table row: median microseconds with and without the guard, its share, and the cost per tensor."""
     pair = [made(workload, make, watched, guarded) for guarded in (True, False)]
     times = [[seconds(optimizer) for optimizer in pair] for _ in range(ROUNDS[workload])]
     on, off = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
@@ -59,7 +59,7 @@ def measure(workload: str, make: Callable[..., co.Optimizer], watched: bool) -> 
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure all combinations and print the table."""
     rows = [measure(workload, make, w) for workload in ROUNDS for make in OPTIMIZERS for w in (False, True)]
     headers = ["workload", "optimizer", "given", "guard on, µs", "off, µs", "share", "µs a tensor"]
     print(tabulate(rows, headers=headers, disable_numparse=True))

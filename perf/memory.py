@@ -1,4 +1,4 @@
-"""The memory: how fast it can be read, changed and written here, and how much of it a step takes for itself."""
+"""Measure the memory bandwidth of the device, and the memory that a step allocates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perf.clock import Clock
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the last-level cache; a generous guess where the system does not tell."""
+    """Return the size of the last-level cache, or a large default if the system does not report it."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 1 << 26
     if device.type != "cpu":
@@ -22,10 +22,10 @@ def cache_bytes(device: torch.device) -> int:
 
 
 class Memory:
-    """Measures the bandwidth of read-modify-write passes over arrays that do not fit in the cache, with all threads.
+    """Measure the bandwidth of read-modify-write passes over arrays that do not fit in the cache, with all threads.
 
-    The best pass is the limit: no step over as many bytes can be faster. Passes are made in every
-    round, because what the memory can do depends on who else uses it.
+    The fastest pass is the limit: no step that moves the same number of bytes can be faster. Passes run in every round,
+    because the available bandwidth depends on the other processes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,19 +33,19 @@ class Memory:
         self.clock = Clock(device)
         self.passes = 0
         self.bytes_per_second = 0.0
-        elements = max(self.cache, 1 << 25)  # of 4 bytes each: an array has four times the size of the cache
+        elements = max(self.cache, 1 << 25)  # 4 bytes each: an array is four times as large as the cache
         self.a, self.b, self.c = (torch.full((elements,), 0.5, device=device) for _ in range(3))
 
     def fits(self, footprint: int) -> bool:
-        """Whether a good part of so many bytes may stay in the cache, so that the limit does not hold for them."""
+        """Return whether much of ``footprint`` bytes may stay in the cache. The limit does not apply there."""
         return footprint < 4 * self.cache
 
     def sweep(self) -> None:
-        """Push everything else out of the cache."""
+        """Evict all other data from the cache."""
         self.a[: self.cache // 2].mul_(1.0)
 
     def measure(self) -> None:
-        """Make a pass of each kind: one, two or three arrays read, one of them written."""
+        """Run one pass of each kind: read one, two or three arrays and write one of them."""
         for arrays, run in (
             (2, lambda: self.a.mul_(0.999)),
             (3, lambda: self.a.add_(self.b, alpha=1e-9)),
@@ -57,9 +57,10 @@ class Memory:
 
 
 def extra_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """The most memory that a step holds beyond what it began with.
+    """Return the peak memory of a step, minus the memory allocated before it.
 
-    On the CPU the allocations that torch's profiler sees are summed up; elsewhere the device's allocator is asked.
+    On the CPU it is the running sum of the allocations in torch's profiler. On other devices it comes from the
+    statistics of the device's allocator.
     """
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -68,7 +69,7 @@ def extra_bytes(step: Callable[[], object], device: torch.device) -> int:
         step()
         module.synchronize(device)
         return int(module.max_memory_allocated(device) - before)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing to stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None

@@ -1,6 +1,6 @@
-"""Parameters and gradients for the races: windows into one array of normal noise.
+"""Parameters and gradients for the races: slices of one array of normal noise, called windows.
 
-A new window gives every element a new value, equal for all contenders and without the price of new random numbers.
+Each window gives every element a new value, the same for all contenders, without the cost of new random numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARGIN = 1 << 16
 
 
 class Noise:
-    """Windows of a workload's shapes."""
+    """Normal noise, cut into tensors of a workload's shapes."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = shapes
@@ -25,15 +25,15 @@ class Noise:
         self.pool = torch.randn(elements(shapes) + MARGIN, generator=generator).to(device, dtype)
 
     def window(self, index: int) -> list[Tensor]:
-        """The tensors of one window; those of nearby indices share no value at any place."""
+        """Return the tensors of one window. Windows of nearby indices differ in every element."""
         return self.cut(self._flat(index))
 
     def start(self) -> Tensor:
-        """The values that parameters begin with, in one piece, of the size that initialisation gives to weights."""
+        """Return the initial values of all parameters as one flat tensor, with the standard deviation 0.02."""
         return self._flat(0) * 0.02
 
     def parameters(self, dtype: torch.dtype) -> list[Tensor]:
-        """Fresh parameters in memory of their own."""
+        """Return new parameters with the initial values, in newly allocated memory."""
         return [torch.nn.Parameter(value.to(dtype, copy=True)) for value in self.cut(self.start())]
 
     def _flat(self, index: int) -> Tensor:
@@ -41,6 +41,6 @@ class Noise:
         return self.pool[begin : begin + sum(self.sizes)]
 
     def cut(self, flat: Tensor) -> list[Tensor]:
-        """One flat tensor as views of the workload's shapes."""
+        """Return views of a flat tensor with the workload's shapes."""
         parts = torch.split(flat, self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

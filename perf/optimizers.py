@@ -1,4 +1,4 @@
-"""What is measured: each optimizer with its settings and the memory traffic it cannot avoid."""
+"""The optimizers that are measured, with their options and their minimum memory traffic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from catalog import CATALOG, Entry, Measured, Options, Published
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer as every contender has to run it.
+    """An optimizer with the options that all contenders use.
 
-    With ``clip``, gradients are clipped to that norm before the step.
+    If ``clip`` is given, gradients are clipped to that norm before the step.
     """
 
     entry: Entry
@@ -20,28 +20,28 @@ class Rule:
 
     @property
     def ours(self) -> str:
-        """The name of the class here, and in torch.optim if it is there."""
+        """The name of the class in ``compiled_optim``, and in torch.optim if it has one."""
         return self.entry.name
 
     @property
     def options(self) -> Options:
-        """The arguments of every contender."""
+        """The constructor arguments of every contender."""
         return self.measured.options
 
     @property
     def norm(self) -> bool:
-        """Whether a norm over all gradients is part of the step, by ``clip`` or by the rule itself."""
+        """True if the step needs a norm over all gradients, for ``clip`` or in the rule itself."""
         return self.clip is not None or self.entry.sums == "all gradients"
 
     def published(self, module: str) -> Published | None:
-        """Return the implementation that a module has, or None."""
+        """Return the implementation in a module, or None if it has none."""
         return next((found for found in self.measured.published if found.module == module), None)
 
     def bytes_per_parameter(self, itemsize: int) -> int:
-        """What one pass has to move: parameter and states read and written, the gradient read.
+        """Return the bytes that a step has to move: it reads parameter, states and gradient; it writes the first two.
 
-        A norm over all gradients has to be known before the first parameter changes, so it reads them once more. The
-        norms of one tensor, as in AdamP and Lamb, are counted as free: a tensor may stay in the cache meanwhile.
+        A norm over all gradients must be known before the first parameter changes, so the gradients are read twice. The
+        norms of a single tensor, as in AdamP and Lamb, are not counted, because a tensor may stay in the cache.
         """
         reads, writes = 2 + self.measured.states + self.norm, 1 + self.measured.states
         return (reads + writes) * itemsize

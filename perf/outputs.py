@@ -1,4 +1,4 @@
-"""Where a report goes: the terminal and files."""
+"""Write a report to the terminal and to files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Find out before anything is measured whether the files can be written."""
+    """Raise BadInput if a file cannot be written. Called before the measurement."""
     *_, plot = paths
     for path in paths:
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
@@ -26,7 +26,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def write(report: Report, old: Report | None, json: Path | None, marked: Path | None, plot: Path | None) -> None:
-    """Print the report and write what was asked for."""
+    """Print the report and write the given files."""
     print(text(report))
     if old is not None:
         print(f"\n{compare(old, report)}")

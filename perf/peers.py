@@ -1,4 +1,4 @@
-"""The usual implementations of the optimizers torch does not have: by ``torch._foreach_*``, written with care."""
+"""Optimizers that torch.optim does not have, implemented with ``torch._foreach_*`` as baselines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ForeachLamb(torch.optim.Optimizer):
-    """LAMB; BertAdam with ``trust=False`` and ``clip``."""
+    """LAMB. With ``trust=False`` and ``clip`` it is BertAdam."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step over the only group."""
+        """Run one step. There is only one parameter group."""
         group = self.param_groups[0]
         params, (beta1, beta2) = group["params"], group["betas"]
         grads: Any = [param.grad for param in params]
@@ -51,7 +51,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
 
 class ForeachRMSpropTF(torch.optim.Optimizer):
-    """RMSprop as TensorFlow has it, without momentum: the average starts at one, epsilon is inside the root."""
+    """RMSprop of TensorFlow, without momentum: the average starts at one, and epsilon is inside the square root."""
 
     def __init__(self, params: list[Tensor], lr: float = 1e-2, alpha: float = 0.9, eps: float = 1e-10) -> None:
         super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
@@ -59,7 +59,7 @@ class ForeachRMSpropTF(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step over the only group."""
+        """Run one step. There is only one parameter group."""
         group = self.param_groups[0]
         grads: Any = [param.grad for param in group["params"]]
         torch._foreach_lerp_(self.squares, torch._foreach_mul(grads, grads), 1 - group["alpha"])

@@ -1,4 +1,4 @@
-"""A report as a picture: grouped bars for each race, as speed relative to its baseline, with the memory's limit."""
+"""Plot a report: a group of bars for each race, with the speed relative to the baseline and the memory limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAR = 1.6
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw every race that was measured and write the picture."""
+    """Plot every race that was measured and write the image."""
     races = [[row for row in race if row.ratio is not None] for race in report.races()]
     races = [race for race in races if race]
     if not races:
@@ -63,7 +63,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _cut(races: Sequence[list[Row]]) -> list[Sequence[list[Row]]]:
-    """Panels of about equal length, none too long."""
+    """Split the races into panels of about equal length, with at most PER_PANEL races each."""
     count = -(-len(races) // PER_PANEL)
     return [races[len(races) * i // count : len(races) * (i + 1) // count] for i in range(count)]
 
@@ -73,7 +73,7 @@ def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
     ratios = [row.ratio for race in races for row in race if row.ratio is not None]
     highest = max(1 / ratio.low for ratio in ratios)
     limits = [_limit(race, report) for race in races]
-    # a limit far above all bars would make them small: it is then named at the top instead
+    # a limit far above all bars would make them small, so it is printed as text at the top
     top = min(max([highest, *(limit for limit in limits if limit)]), FAR * highest)
     for place, (race, limit) in enumerate(zip(races, limits, strict=True)):
         start = place - width * (len(race) - 1) / 2
@@ -100,7 +100,7 @@ def _panel(axes: Axes, races: Sequence[list[Row]], report: Report) -> None:
 
 
 def _bar(axes: Axes, x: float, width: float, row: Row, top: float) -> None:
-    """One contender: its bar, the quartiles, and for ours the number."""
+    """Draw the bar of one contender with its quartiles; for ours, also the number."""
     assert row.ratio is not None
     speed, slow, fast = 1 / row.ratio.median, 1 / row.ratio.high, 1 / row.ratio.low
     axes.bar(x, speed, width, color=COLORS[row.contender], zorder=2)
@@ -119,7 +119,7 @@ def _bar(axes: Axes, x: float, width: float, row: Row, top: float) -> None:
 
 
 def _limit(race: Sequence[Row], report: Report) -> float | None:
-    """How fast the memory would allow a step to be, relative to the baseline."""
+    """Return the speed of a step at the memory limit, relative to the baseline."""
     limit = report.limit(race[0])
     baseline = next((row.time for row in race if row.contender == row.baseline), None)
     return baseline.median / limit if limit is not None and baseline is not None else None

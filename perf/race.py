@@ -1,8 +1,8 @@
-"""One race: contenders step by turns, on copies of the same parameters and with the same fresh gradients.
+"""One race: the contenders step in turn, on copies of the same parameters and with the same gradients.
 
-Each contender is first checked against a float64 reference, so that one that did not really step cannot win. Gradients
-are copied into the same buffers right before each step, for everybody, because there are optimizers that drop or
-change them; then the cache is swept if the workload is larger than it. The order is new in every round.
+Each contender is first checked against a float64 reference, so that an optimizer that skips work is reported as an
+error. New gradients are copied into the same buffers right before each step of each contender, because some optimizers
+clear or modify them. If the workload is larger than the cache, the cache is then evicted. Each round has another order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from perf.report import Row, Spread
 from perf.workloads import WORKLOADS, elements
 
 SLOW, SLOW_SECONDS, SLOW_TURN = 3.0, 0.05, 4
-"""Who takes so many times as long as the fastest, and at least so long, takes part in every fourth round only.
+"""A contender slower than SLOW times the fastest one and than SLOW_SECONDS runs only in every SLOW_TURN-th round.
 
-Not ours and not the baseline: their ratio is what a reader looks for first.
+This does not apply to ours and to the baseline, because their ratio is the main result.
 """
 
 Progress = Callable[[str, float], None]
@@ -38,7 +38,10 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Length:
-    """How long a race is: a number of rounds, or about so many seconds; up to three times that for the least rounds."""
+    """The length of a race: a number of rounds, or about ``seconds``.
+
+    A race with fewer than ``least`` rounds after ``seconds`` continues for up to three times as long.
+    """
 
     rounds: int | None = None
     seconds: float = 4.0
@@ -46,14 +49,14 @@ class Length:
     most: int = 300
 
     def goes_on(self, done: int, started: float) -> bool:
-        """Whether there is another round."""
+        """Return whether another round is run."""
         if self.rounds is not None:
             return done < self.rounds
         seconds = self.seconds if done >= self.least else 3 * self.seconds
         return done < 3 or (done < self.most and time.perf_counter() - started < seconds)
 
     def fraction(self, done: int, started: float) -> float:
-        """How much of the race is over."""
+        """Return the fraction of the race that is done."""
         if self.rounds is not None:
             return done / self.rounds
         by_time = (time.perf_counter() - started) / self.seconds
@@ -62,7 +65,7 @@ class Length:
 
 @dataclass
 class Lane:
-    """A contender on the track."""
+    """A contender that passed the check, with its parameters and its times by round."""
 
     params: list[Tensor]
     entrant: Entrant
@@ -72,7 +75,7 @@ class Lane:
 
 
 class Race:
-    """All contenders in one case. ``rows`` has what is known, also after an interruption."""
+    """All contenders in one case. After an interruption, ``rows`` returns the results so far."""
 
     def __init__(
         self, case: Case, device: torch.device, memory: Memory, length: Length, asked: Collection[str] = ()
@@ -95,17 +98,17 @@ class Race:
                 result.status, result.reason = "skipped", f"to save time: --workload {case.workload}"
 
     def run(self, progress: Progress) -> None:
-        """Check everybody, then go round by round; what was measured is kept even if this is interrupted."""
+        """Check all contenders, then time them in rounds. Results are kept if this is interrupted."""
         try:
             self._warm_up(progress)
             self._rounds(progress)
         finally:
             self._summarise()
             self.lanes.clear()
-            torch._dynamo.reset()  # so that the next race does not meet this one's recompile limit
+            torch._dynamo.reset()  # the recompiles of this race must not count toward the limit in the next
 
     def rows(self) -> list[Row]:
-        """A row for each contender, in the order of the table."""
+        """Return a row for each contender, in the order they were requested or of CONTENDERS."""
         return list(self.results.values())
 
     def _warm_up(self, progress: Progress) -> None:
@@ -121,17 +124,17 @@ class Race:
                 self._failed(row.contender, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Whatever another package raises is its result."""
+        """Record an exception as the result of a contender, and remove it from the race."""
         said = str(error).strip().splitlines() or [""]
         self.results[name].status, self.results[name].reason = "error", f"{type(error).__name__}: {said[0]}"
         self.lanes.pop(name, None)
 
     def _enter(self, row: Row, expected: Tensor) -> None:
-        """Warm a contender up, and let it onto the track if its steps are right."""
+        """Warm a contender up, and add it to the race if its first steps are correct."""
         began = time.perf_counter()
         params = self.noise.parameters(self.dtype)
         lane = Lane(params, CONTENDERS[row.contender].enter(self.rule, params))
-        # past its limit of recompiles, torch.compile would go on eagerly without a word
+        # beyond the recompile limit, torch.compile falls back to eager without an error
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             for step in range(1, 1 + CHECKED_STEPS):
                 self._give_gradients(lane, step)
@@ -167,7 +170,7 @@ class Race:
         while self.length.goes_on(done, started):
             progress("racing", 0.2 + 0.8 * self.length.fraction(done, started))
             if not self.in_cache:
-                self.memory.measure()  # under whatever else the machine is doing right now
+                self.memory.measure()  # under the current load of the machine
             for name, lane in random.Random(done).sample(list(self.lanes.items()), len(self.lanes)):
                 if done % lane.turn == 0:
                     self._give_gradients(lane, CHECKED_STEPS + 1 + done)
@@ -192,12 +195,12 @@ class Race:
 
 
 def baseline(names: Collection[str]) -> str:
-    """Who of these is the one that ratios are to."""
+    """Return the contender that is the baseline of the ratios."""
     return next(name for name in (*BASELINES, *names) if name in names)
 
 
 def spread(values: Collection[float]) -> Spread:
-    """Median and quartiles; of a single value, itself."""
+    """Return median and quartiles. For a single value, all three are that value."""
     values = list(values)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Spread(median, low, high)

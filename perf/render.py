@@ -1,4 +1,4 @@
-"""A report as text for the terminal or as Markdown."""
+"""Render a report as text for the terminal or as Markdown."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from perf.contenders import CONTENDERS, OURS
 from perf.report import Report, Row, brief
 
 USUAL = ("usual foreach", "adamp")
-"""Shown in one column of the summary: no optimizer has both."""
+"""The contenders that share one column of the summary, because no optimizer has both."""
 
 
 @dataclass
 class Section:
-    """A title, a table and lines below it."""
+    """A title, a table, and lines below the table."""
 
     title: str
     headers: Sequence[str] = ()
@@ -25,7 +25,7 @@ class Section:
 
 
 def text(report: Report) -> str:
-    """The report for the terminal."""
+    """Return the report as text for the terminal."""
     parts = []
     for section in sections(report):
         table = [tabulate(section.rows, headers=section.headers, disable_numparse=True)] if section.rows else []
@@ -34,7 +34,7 @@ def text(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The report as Markdown, ready to be pasted."""
+    """Return the report as Markdown."""
     parts = []
     for section in sections(report):
         table = tabulate(section.rows, headers=section.headers, tablefmt="github", disable_numparse=True)
@@ -44,7 +44,7 @@ def markdown(report: Report) -> str:
 
 
 def sections(report: Report) -> list[Section]:
-    """Everything there is to show, in order."""
+    """Return all sections of the report, in order."""
     found = [_machine(report)]
     if report.rows:
         found += [*(_race(report, race) for race in report.races()), _summary(report)]
@@ -176,16 +176,18 @@ def _first_steps(report: Report) -> Section:
 
 def _legend(report: Report) -> list[str]:
     return [
-        "ms: median (quartiles) of the rounds. Contenders take turns in a new order each round, on copies of the same "
-        "parameters, with new gradients copied into the same buffers right before each step.",
-        "Ratios are to the contender named, round by round; below 1 is faster. Slow ones join every fourth round.",
-        "limit: the bytes the rule has to move, by the memory's bandwidth. B/param: what the memory could have moved "
-        "in that time; of limit: how much of it was needed. Who moves more, as clip_grad_norm_ does, is held to the "
-        "same minimum.",
-        '"cache": the workload fits in the cache, or nearly; its limit is not the memory. Larger ones start each step '
-        "with a swept cache.",
-        "extra MB: the most a step allocates for itself. warm-up: making the optimizer and its first 2 steps, not part "
-        "of the times, with whatever the cache directory held. deviation: of those steps from a float64 reference.",
-        "recompiles: in 20 more steps under a schedule. graphs of torch.compile(step): the process's total.",
-        "Nothing here is about a device other than the one named at the top.",
+        "ms: median (quartiles) over the rounds. In each round the contenders step in a new order, on copies of the "
+        "same parameters. New gradients are copied into the same buffers right before each step.",
+        "Ratio: time divided by that of the named contender in the same round; below 1 is faster. Slow contenders run "
+        "in every fourth round.",
+        "limit: the bytes that the rule has to move, divided by the memory bandwidth. B/param: the bytes per parameter "
+        "that the memory can move in the measured time. of limit: limit divided by the measured time. The limit is the "
+        "same for contenders that move more bytes, for example with clip_grad_norm_.",
+        '"cache": much of the workload fits in the cache, so memory bandwidth is not the limit. For larger workloads '
+        "the cache is evicted before each step.",
+        "extra MB: peak memory that a step allocates. warm-up: construction and the first 2 steps; it may use compiled "
+        "code from the cache directory, and is not part of ms. deviation: difference of these 2 steps from a float64 "
+        "reference.",
+        "recompiles: counted in 20 more steps with a schedule. graphs of torch.compile(step): total of the process.",
+        "All results are for the device named at the top only.",
     ]

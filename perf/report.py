@@ -1,4 +1,4 @@
-"""What a run of the report found, and how it is kept as JSON."""
+"""The results of a run, and their JSON format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMAT = 1
 
 
 class BadInput(Exception):
-    """Something the user asked for cannot be done; the message is one line for them."""
+    """The user's input is invalid. The message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -23,28 +23,28 @@ class Spread:
     high: float
 
     def milliseconds(self) -> str:
-        """Median and quartiles of a time for a table."""
+        """Return median and quartiles in milliseconds, formatted for a table."""
         return f"{brief(self.median * 1e3)} ({brief(self.low * 1e3)}–{brief(self.high * 1e3)})"
 
     def plain(self) -> str:
-        """Median and quartiles of a ratio for a table."""
+        """Return median and quartiles of a ratio, formatted for a table."""
         return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
 
 
 def brief(value: float) -> str:
-    """A number with about three digits."""
+    """Format a number with about three significant digits."""
     places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{places}f}"
 
 
 @dataclass
 class Row:
-    """One contender in one race.
+    """The result of one contender in one race.
 
-    ``status`` is "ok", "error" (it failed, or computed something else), "absent" (not installed), "none" (there is no
-    such implementation), "skipped" or "interrupted"; ``reason`` says more. Times are in seconds. ``ratio`` is to the
-    ``baseline``, of rounds in which both took part. ``deviation`` is how far its first steps were from those of the
-    float64 reference, relative to their length.
+    ``status`` is "ok", "error" (an exception or a wrong result), "absent" (not installed), "none" (the implementation
+    does not exist), "skipped" or "interrupted"; ``reason`` gives details. Times are in seconds. ``ratio`` is the time
+    divided by that of ``baseline``, over the rounds that both ran in. ``deviation`` is the difference of the first
+    steps from the float64 reference, relative to the length of the steps.
     """
 
     workload: str
@@ -67,13 +67,13 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What makes it the same row in another report."""
+        """The fields that identify this row in another report."""
         return self.workload, self.optimizer, self.dtype, self.contender
 
 
 @dataclass
 class FirstStep:
-    """What the first step of one optimizer cost, in a process of its own."""
+    """The cost of the first step of one contender, measured in a separate process."""
 
     contender: str
     workload: str
@@ -87,7 +87,7 @@ class FirstStep:
 
 @dataclass
 class Report:
-    """Everything a run found. ``machine`` is for the reader and for telling whether two reports can be compared."""
+    """The results of a run. ``machine`` describes the environment; ``compare`` uses it to check comparability."""
 
     machine: dict[str, str]
     command: str
@@ -101,13 +101,13 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def limit(self, row: Row) -> float | None:
-        """The least seconds in which the memory could move what the rule needs; None where the cache takes part."""
+        """Return the least seconds of a step at the measured bandwidth, or None if ``row.in_cache``."""
         if row.in_cache or not self.bytes_per_second:
             return None
         return row.bytes_per_parameter * row.parameters / self.bytes_per_second
 
     def races(self) -> list[list[Row]]:
-        """The rows of each race together, in the order they were run."""
+        """Return the rows grouped by race, in the order of the run."""
         races: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             races.setdefault(row.key[:3], []).append(row)
@@ -119,7 +119,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Read a report, or say in one line why it cannot be read."""
+        """Read a report. Raise BadInput if it cannot be read."""
         try:
             content = json.loads(path.read_text())
             if content.pop("format") != FORMAT:

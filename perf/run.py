@@ -1,4 +1,4 @@
-"""Running the report: every race, then what compiling costs, with a progress bar on stderr."""
+"""Run the benchmark: every race, then the cost of compilation, with a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perf.workloads import WORKLOADS
 
 
 def known(kind: str, names: Sequence[str], table: Sequence[str]) -> list[str]:
-    """The names, checked, with "all" spelled out."""
+    """Return the names, with "all" replaced by the whole table. Raise BadInput for an unknown name."""
     for name in names:
         if name not in (*table, "all"):
             raise BadInput(f"unknown {kind} {name!r}: choose from {', '.join(table)}, all")
@@ -35,7 +35,7 @@ def known(kind: str, names: Sequence[str], table: Sequence[str]) -> list[str]:
 
 
 def usable(name: str) -> torch.device:
-    """The device of this name, if there is one."""
+    """Return the device of this name. Raise BadInput if it is not available."""
     try:
         if name.startswith("npu"):
             import torch_npu  # type: ignore[import-not-found]  # noqa: F401
@@ -51,7 +51,7 @@ def usable(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Request:
-    """What to run."""
+    """The races to run and the options of the run."""
 
     cases: list[Case]
     contenders: list[str]
@@ -70,7 +70,7 @@ class Request:
         rounds: int | None,
         compile_cost: bool,
     ) -> Request:
-        """A request from the words of the command line, checked."""
+        """Return a request for command-line arguments. Raise BadInput if one is invalid."""
         workloads = known("workload", workloads, list(WORKLOADS))
         optimizers = known("optimizer", optimizers, list(RULES))
         dtypes = known("dtype", dtypes, list(DTYPES))
@@ -86,7 +86,7 @@ class Request:
 
 
 def run(request: Request, command: str) -> Report:
-    """Measure; an interruption (Ctrl-C) ends it early with what there is."""
+    """Run the measurements and return the report. Ctrl-C ends the run early; the results so far are kept."""
     start, others = time.perf_counter(), Others()
     now = datetime.datetime.now().astimezone()
     report = Report(machine(request.device), command, now.strftime("%Y-%m-%d %H:%M"))
@@ -136,7 +136,7 @@ def run(request: Request, command: str) -> Report:
 
 
 def _race(race: Race, report: Report, show: Callable[[int, str, float], None], job: int) -> None:
-    """Run a race and keep its rows, also those of one that is interrupted."""
+    """Run a race and add its rows to the report, also if it is interrupted."""
     try:
         race.run(lambda what, fraction: show(job, f"{race.case}: {what}", fraction))
     finally:
@@ -144,7 +144,7 @@ def _race(race: Race, report: Report, show: Callable[[int, str, float], None], j
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a reader has to know about where this was measured."""
+    """Return a description of the machine, the device and the package versions."""
     names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     peers = [name for name, contender in CONTENDERS.items() if contender.package and contender.absent() is None]
     found = {

@@ -1,4 +1,4 @@
-"""Models as lists of parameter shapes, so that nothing has to be downloaded."""
+"""Models as lists of parameter shapes. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ Shapes = list[tuple[int, ...]]
 
 
 def tiny_mlp() -> Shapes:
-    """Twenty tensors: ten layers of 64×64."""
+    """Return 20 tensors: ten linear layers of 64×64."""
     return [(64, 64), (64,)] * 10
 
 
 def policy() -> Shapes:
-    """An RL-sized policy: the convolutional actor-critic commonly used on Atari, 12 tensors."""
+    """Return the 12 tensors of an RL policy: the convolutional actor-critic commonly used for Atari."""
     layers: Shapes = [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136), (6, 512), (1, 512)]
     return [shape for weight in layers for shape in (weight, weight[:1])]
 
 
 def thousand_tensors() -> Shapes:
-    """A thousand vectors of 100 to 5,000 elements, of 50 different lengths."""
+    """Return 1,000 vectors of 100 to 5,000 elements, with 50 different lengths."""
     choose = random.Random(0)
     lengths = [choose.randint(100, 5000) for _ in range(50)]
     return [(choose.choice(lengths),) for _ in range(1000)]
 
 
 def resnet50() -> Shapes:
-    """The 161 tensors of ResNet-50."""
+    """Return the 161 tensors of ResNet-50."""
     shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -43,14 +43,14 @@ def resnet50() -> Shapes:
 
 
 def vit_b16() -> Shapes:
-    """The 152 tensors of ViT-B/16 for 1,000 classes."""
+    """Return the 152 tensors of ViT-B/16 for 1,000 classes."""
     d = 768
     layer: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
     return [(1, 1, d), (d, 3, 16, 16), (d,), (1, 197, d), *layer * 12, (d,), (d,), (1000, d), (1000,)]
 
 
 def bert_base() -> Shapes:
-    """The 199 tensors of BERT-base, uncased, pooler included, without a head."""
+    """Return the 199 tensors of BERT-base, uncased, with the pooler and without a head."""
     d = 768
     attention: Shapes = [(d, d), (d,)] * 4
     layer: Shapes = [*attention, (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,), (d,), (d,)]
@@ -58,14 +58,14 @@ def bert_base() -> Shapes:
 
 
 def gpt2_small() -> Shapes:
-    """The 148 tensors of GPT-2 small."""
+    """Return the 148 tensors of GPT-2 small."""
     d = 768
     layer: Shapes = [(d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,), (d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
     return [(50257, d), (1024, d), *layer * 12, (d,), (d,)]
 
 
 def llama_1b_shard() -> Shapes:
-    """What one of 8 ranks holds of a Llama-like model of 1.24 billion parameters, each tensor cut along its rows."""
+    """Return the shard of one of 8 ranks of a Llama-like model with 1.24 billion parameters, sharded along dim 0."""
     d, kv, hidden = 2048, 512, 8192
     layer: Shapes = [(d, d), (kv, d), (kv, d), (d, d), (hidden, d), (hidden, d), (d, hidden), (d,), (d,)]
     return [(rows // 8, *rest) for rows, *rest in [(128256, d), *layer * 16, (d,)]]
@@ -89,5 +89,5 @@ TITLES = {
 
 
 def elements(shapes: Shapes) -> int:
-    """The number of parameters."""
+    """Return the total number of elements."""
     return sum(map(math.prod, shapes))

@@ -1,4 +1,4 @@
-"""A complete backend: it keeps every graph it is given to compile, and runs it as it stands."""
+"""The example backend of the documentation: it records every graph and runs it without compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Availability: each thing that can be missing is named, with a remedy, and nothing raises."""
+"""Tests of availability: each missing requirement is named with a remedy, and nothing raises."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_cpu_and_eager_are_always_available():
 
 @dataclass(frozen=True)
 class Environment:
-    """What a machine has installed and plugged in; by default all that any backend needs.
+    """The software and devices of a machine. The default has everything that any backend needs.
 
-    ``modules`` maps the modules that can be imported to their source, ``programs`` are the executables on the path, and
-    ``variables`` are set in the environment. ``npu`` says whether torch sees an NPU, and is None where torch_npu has
-    not added ``torch.npu``.
+    ``modules`` maps the modules that can be imported to their source, ``programs`` are the executables on PATH, and
+    ``variables`` are set in the environment. ``npu`` is the result of ``torch.npu.is_available()``, or None if
+    torch_npu has not added ``torch.npu``.
     """
 
     modules: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(("triton", "torch_npu", "torchair"), ""))
@@ -49,7 +49,7 @@ class Environment:
 
 @pytest.fixture
 def enter(tmp_path, monkeypatch) -> Callable[[Environment], None]:
-    """Make this process see an environment until the end of the test."""
+    """Patch this process so that it detects the given environment until the end of the test."""
 
     def enter(environment: Environment) -> None:
         for module, source in environment.modules.items():
@@ -110,7 +110,7 @@ def test_what_is_missing_is_named(enter, name, environment, reason):
 
 
 def test_the_real_torch_npu_without_cann():
-    """The wheel that the Makefile unpacks beside the environment, put on the path after torch was imported."""
+    """Use the wheel that the Makefile unpacks. It is added to sys.path after torch is imported."""
     require("torch_npu")
     if importlib.util.find_spec("torch_npu") is not None:
         pytest.skip("torch_npu is installed here")
@@ -139,7 +139,7 @@ assert param.tolist() == [1, 1] and not optimizer.state
 
 
 def test_a_cache_directory_that_cannot_be_written_to():
-    # in /proc nobody can, not even root
+    # not even root can create a directory in /proc
     told = run_python(UNWRITABLE, TORCHINDUCTOR_CACHE_DIR="/proc/sys/kernel")
     assert told.startswith("Inductor's cache directory cannot be used: ")
     assert "set the environment variable TORCHINDUCTOR_CACHE_DIR" in told

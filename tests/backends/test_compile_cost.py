@@ -1,6 +1,6 @@
-"""Compile cost does not grow with the model, nor repeat for the next one.
+"""Compile cost does not grow with the model, and a second model does not compile again.
 
-Counted, not timed: seconds are measured by ``python -m perf``.
+These tests count compilations. Compile times are measured by ``python -m perf``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_another_process_with_another_model_traces_and_compiles_nothing(tmp_path
 
     assert run([3, 50, 40_000]) == 2
     assert run([7, 8, 9, 10, 11, 70_000, 80_000, 90_000]) == 0
-    # what is damaged is made anew: records first, then the generated code they point to
+    # damaged files are created again: first the records, then the code they refer to
     for record in (tmp_path / "compiled_optim").iterdir():
         record.write_text("{")
     assert run([3, 40_000]) == 2

@@ -1,4 +1,4 @@
-"""The eager backend works piece by piece on the CPU; the results are those of the references."""
+"""Tests of the eager backend: on the CPU it processes tensors in pieces, with the results of the references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(), (5,), (300,), (6, 70), (129,)]
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_pieces_of_tensors_give_the_results_of_whole_tensors(name, monkeypatch):
-    """Tensors of more than 100 elements are cut, also where the rule sums over them."""
+    """Tensors of more than 100 elements are split, also if the rule sums over them."""
     monkeypatch.setattr(eager, "MAX_PIECE", 64)
     monkeypatch.setattr(eager, "MAX_WHOLE", 100)
     entry = CATALOG[name]
@@ -35,7 +35,7 @@ def test_tensors_are_cut_only_where_the_rule_allows_it():
 
 
 def test_a_users_rule_sees_whole_tensors(monkeypatch):
-    """It may sum over them without saying so."""
+    """A user's rule may sum over a tensor without declaring it."""
     monkeypatch.setattr(eager, "MAX_PIECE", 4)
     sizes = []
 

@@ -1,4 +1,4 @@
-"""Zero recompiles, counted by AOTAutograd's own counter and by ``explain()``."""
+"""Tests for zero recompiles, counted by the counter of AOTAutograd and by ``explain()``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.helpers import SMALL, parameters
 
 
 def compilations() -> int:
-    """Return how many graphs were handed to AOTAutograd, and so to a compiler, in this process."""
+    """Return the number of graphs that AOTAutograd has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return counters["aot_autograd"]["total"]
 
 
 class Run:
-    """An optimizer that has made its first steps; from then on nothing may compile."""
+    """An optimizer after its first steps. From then on nothing may compile."""
 
     def __init__(self, name, shapes=SMALL, **options):
         self.params = parameters(shapes)
@@ -50,7 +50,7 @@ def run(request):
 
 
 def test_the_counter_counts():
-    """The counter these tests rely on moves when something is compiled: a rule no other test has."""
+    """The counter increases when a rule that no other test has is compiled."""
 
     class Scale(co.Optimizer):
         @staticmethod

@@ -1,4 +1,4 @@
-"""The registry of backends, and errors of unavailable ones, which are raised before anything is changed."""
+"""Tests of the backend registry, and of the errors of unavailable backends, which are raised before any change."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_a_compiler_construction_says_so(environment):
 
 
 def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):
-    """The compiler exists, so construction succeeds; warmup() fails."""
+    """Construction succeeds because the compiler exists. warmup() fails."""
     compiler = tmp_path / "broken-c++"
     compiler.write_text("#!/bin/sh\necho broken on purpose >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -131,7 +131,7 @@ TWO_LISTS = ("add", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul"
 
 @pytest.mark.parametrize("name", [*ONE_LIST, *TWO_LISTS])
 def test_list_operations_taken_apart_compute_the_same(name):
-    """For compilers that convert none of them, and in place for tracing."""
+    """The decompositions are for compilers without list operations; the in-place ones are for tracing."""
     decompositions = missing_foreach_decompositions(lambda operation: False)
     tensors = [torch.tensor([0.5, 2.0, 3.0]), torch.tensor([4.0])]
     others = {"List": [tensors[::-1]], "Scalar": [1.5], "ScalarList": [[1.5, 2.5]], "Tensor": [torch.tensor(1.5)]}
@@ -149,7 +149,7 @@ def test_list_operations_taken_apart_compute_the_same(name):
             assert torch.equal(a, b), overload
         in_place = getattr(getattr(torch.ops.aten, f"_foreach_{name}_"), overload)
         expected, found = ([tensor.clone() for tensor in tensors] for _ in range(2))
-        operands = [tensors] if overload == "List" else overloads[overload]  # in place nothing is broadcast
+        operands = [tensors] if overload == "List" else overloads[overload]  # in-place operations do not broadcast
         in_place(expected, *operands)
         foreach_decompositions()[in_place](found, *operands)
         assert all(map(torch.equal, found, expected)), overload

@@ -1,4 +1,4 @@
-"""No unit runs on inputs it was not compiled for: without Dynamo's guards, signatures must cover all assumptions."""
+"""No unit runs on inputs it was not compiled for. There are no Dynamo guards: signatures cover all assumptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers import assert_close, copies, distance
 
 
 def zoo(seed):
-    """One parameter of every kind that could be mistaken for another."""
+    """Return tensors of different dtypes, shapes and memory layouts, which signatures must distinguish."""
     torch.manual_seed(seed)
     return {
         "float32": torch.randn(6, 4),
@@ -58,14 +58,14 @@ OPTIONS = {
 
 @pytest.mark.parametrize("order", ["as listed", "reversed"])
 def test_a_mixed_optimizer_and_several_in_one_process(order):
-    """All kinds in each optimizer, all optimizers interleaved step by step, against torch."""
+    """Each optimizer has all kinds of parameters. Their steps are interleaved and compared with torch."""
     runs = []
     for name, option_list in OPTIONS.items():
         for options in option_list:
             params = {kind: torch.nn.Parameter(value) for kind, value in zoo(0).items()}
             if order == "reversed":
                 params = dict(reversed(params.items()))
-            # torch rounds low precision at every operation: there, its float64 run is the reference
+            # torch rounds after every low-precision operation, so the reference is its float64 run
             twins = dict(zip(params, copies(list(params.values())), strict=True))
             for kind in ("bfloat16", "float16"):
                 twins[kind] = torch.nn.Parameter(params[kind].detach().double())
@@ -165,7 +165,7 @@ def test_units_are_made_once_and_shared(monkeypatch):
 
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
-    """Another version of torch might compile wrong code; it is detected before any parameter is changed."""
+    """Wrong code, for example from another version of torch, is detected before any parameter is changed."""
     monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
     original = inductor.trace
 
@@ -201,14 +201,14 @@ def test_tensors_are_cut_into_parallel_and_serial_calls():
 
 @pytest.mark.parametrize(("rule", "rank"), [(co.Lamb, 1), (co.AdamP, 2)])
 def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
-    """The first pass loads parameter, gradient and two moments, the second all but the gradient; no temporaries."""
+    """Pass 1 loads parameter, gradient and two moments. Pass 2 loads all but the gradient. No temporaries."""
     monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
     optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
     program = optimizer.program(optimizer.param_groups[0])
     specs = (ArgumentSpec("scalars", torch.float32, (2 * len(program.scalars),)),)
     signature = Signature(program, "cpu", rank, (torch.float32,) * 4, specs, cpu.PARALLEL)
     _, (code,) = run_and_get_code(cpu.CpuBackend().compile, signature)
-    assert code.count("Vectorized<float>::loadu") == 2 * (4 + 3)  # in the loop and in its remainder
+    assert code.count("Vectorized<float>::loadu") == 2 * (4 + 3)  # in the vectorized loop and in its remainder
     assert not re.search(r"empty_strided_cpu\(\(" + ", ".join([r"u\d+"] * rank) + r",? ?\)", code)
 
 
@@ -216,12 +216,12 @@ TASKS = Path("/proc/self/task")
 
 
 def working_threads(run):
-    """Return how many threads of this process did a fair share of the work of ``run``."""
+    """Return the number of threads of this process that did a substantial part of the work of ``run``."""
 
     def nanoseconds():
         return {task.name: int((task / "schedstat").read_text().split()[0]) for task in TASKS.iterdir()}
 
-    time.sleep(0.5)  # threads without work spin for a while before they sleep
+    time.sleep(0.5)  # idle threads spin before they sleep
     before = nanoseconds()
     run()
     used = [spent - before.get(thread, 0) for thread, spent in nanoseconds().items()]
@@ -251,7 +251,7 @@ def test_a_step_runs_on_as_many_threads_as_torch_is_set_to():
 
 
 class Twins(co.Optimizer):
-    """Sums, and stores one value in two states, the second of which is read before."""
+    """A rule with a sum that stores one value in two states, after it has read the second one."""
 
     counts_steps = False
 
@@ -267,7 +267,7 @@ class Twins(co.Optimizer):
 
 
 def test_a_value_stored_twice_is_stored_where_it_belongs():
-    """Stored too early, the second state would be read as it is after the step."""
+    """If the second state is stored too early, the rule reads its new value."""
     ours, eager = ([torch.nn.Parameter(torch.zeros(40_000))] for _ in range(2))
     for params, options in ((ours, {}), (eager, {"compile": False})):
         optimizer = Twins(params, **options)

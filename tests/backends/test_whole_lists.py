@@ -1,4 +1,4 @@
-"""Whole lists in one call, by the example backend of the documentation, and what the CUDA backend adds."""
+"""Tests of WholeListBackend, with the example backend of the documentation, and of the CUDA backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_registered_last_serves_the_device_and_can_be_asked_for_by_name(recordin
 
 
 def test_scalars_are_arguments_in_host_memory(recording):
-    """A GPU gets them with the launch; one tensor of them all would have to be copied there."""
+    """A GPU gets scalars with the kernel launch. One tensor of all scalars would need a copy to the device."""
     train(lambda p: co.AdamW(p, max_grad_norm=1.0), parameters([(4, 3), (5,)]), steps=2)
     inputs = [[node for node in graph.graph.nodes if node.op == "placeholder"] for graph in recording.graphs]
     shapes = [tuple(node.meta["val"].shape) for node in max(inputs, key=len)]
@@ -63,7 +63,7 @@ def test_lists_are_cut_by_shape_and_equal_stretches_share_a_unit(recording, monk
 
 
 class Wrong(RecordingBackend):
-    """Compiles graphs that do nothing."""
+    """A backend whose compiled graphs do nothing."""
 
     def lower(self, module, inputs):
         return (lambda arguments: ()), 0
@@ -78,7 +78,7 @@ def test_a_graph_that_computes_something_else_is_refused():
 
 
 def test_large_lists_are_not_verified(monkeypatch):
-    """To verify a graph takes copies of its tensors, for which there may be no memory."""
+    """Verification copies the tensors of a graph, and there may not be enough memory for large ones."""
     monkeypatch.setattr(whole_lists, "MAX_VERIFIED_ELEMENTS", 10)
     with pytest.raises(co.BackendUnavailableError, match="does not compute what its eager form does"):
         train(lambda p: co.SGD(p, lr=0.1, backend=Wrong()), parameters([(4,), (6,)]), steps=1)

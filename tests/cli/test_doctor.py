@@ -1,4 +1,4 @@
-"""``python -m compiled_optim doctor``."""
+"""Tests of ``python -m compiled_optim doctor``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m compiled_optim warmup``: what an image build compiles, the training script loads."""
+"""Tests of ``python -m compiled_optim warmup``: the training script loads what the image build compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``compare_eager()``, and eager steps in a debugger."""
+"""Tests of ``compare_eager()``, and of eager steps in a debugger."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.helpers import SMALL, parameters, run_python, train
 
 
 def fresh_rule():
-    """A rule no other test has compiled."""
+    """Return a rule that no other test has compiled."""
 
     class Fresh(co.SGD):
         @staticmethod
@@ -126,7 +126,7 @@ def signature_of(batch="update", shapes=((3,),), dtype=torch.float32, **options)
 )
 def test_reasons(other, reason):
     assert recompile_reason(signature_of(**other), [signature_of()]) == reason
-    # a unit of another kind, known too, does not hide it
+    # a compiled unit of another kind does not change the reason
     assert recompile_reason(signature_of(**other), [signature_of("norm"), signature_of()]) == reason
 
 
@@ -200,7 +200,7 @@ def test_warmup_shows_a_bar_on_a_terminal_only():
 
 
 def test_it_never_raises(monkeypatch):
-    """Even if the compiler disappears after the units were compiled."""
+    """explain() works even if the compiler is removed after compilation."""
     params = with_gradients(parameters([(3,)]))
     optimizer = co.SGD(params)
     optimizer.step()

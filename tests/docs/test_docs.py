@@ -1,4 +1,4 @@
-"""The examples in docstrings and on all pages are run, what they print is what the page shows, and links resolve."""
+"""Tests of the documentation: examples run and print the output on the page, and links resolve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from catalog import CATALOG
 from compiled_optim import backends
 from compiled_optim.backends import registry
 
-PACKAGES = (compiled_optim, backends)  # in an editable install, backends is not below the path of the package
+PACKAGES = (compiled_optim, backends)  # in an editable install, backends is not in the directory of the package
 MODULES = sorted(
     {package.__name__ for package in PACKAGES}
     | {m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")}
@@ -51,10 +51,10 @@ def test_every_optimizer_has_an_example(name):
 
 
 def check_page(page: str, text: str) -> int:
-    """Run the Python blocks in order, in one namespace, as a reader would; a ``text`` block is what was printed.
+    """Run the Python blocks of a page in order, in one namespace, and return their number.
 
-    Of a ``diff`` block what stands there after the change is run. Lines are numbered as on the page, and ``...`` in a
-    ``text`` block stands for anything. Returns how many were run.
+    A ``text`` block is the expected output; ``...`` in it matches anything. For a ``diff`` block, the code after the
+    change is run. Line numbers are those of the page.
     """
     namespace: dict[str, object] = {}
     printed = None
@@ -82,7 +82,7 @@ def check_page(page: str, text: str) -> int:
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_on_pages(page, monkeypatch):
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.chdir(ROOT)  # for messages that quote a line of the page
+    monkeypatch.chdir(ROOT)  # for error messages that show a line of the page
     text = (ROOT / page).read_text()
     assert check_page(page, text) == len(re.findall("```(python|diff)", text))
 
@@ -97,7 +97,7 @@ def test_a_page_that_shows_something_else_is_found_out():
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub makes them."""
+    """Return the anchors of a page, as GitHub generates them."""
     text = BLOCK.sub("", page.read_text())
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

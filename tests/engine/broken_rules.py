@@ -1,6 +1,6 @@
-"""Rules that each break the contract of a rule in one place, and the error that each must get.
+"""Rules that violate the contract of a rule in one place each, and the error that each must raise.
 
-``# HERE`` marks the line that the error has to name.
+``# HERE`` marks the line that the error must name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import compiled_optim as co
 
 
 class Momentum(co.Optimizer):
-    """A rule that keeps its contract; the others break it in one place each."""
+    """A valid rule. The other rules violate the contract in one place each."""
 
     def __init__(self, params, lr=0.1, **options):
         super().__init__(params, {"lr": lr, "heavy": False}, **options)

@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``: gradients are unscaled inside the step, and a step with infinite ones changes nothing."""
+"""Tests of ``torch.amp.GradScaler``: gradients are unscaled inside the step, and a step with inf changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers import LARGE, SMALL, assert_close, assert_same_state, copies,
 
 def scaled_step(scaler, optimizer, params, grads, scaled=True):
     """Set scaled gradients, as backward of a scaled loss does, and step."""
-    scaler.scale(torch.zeros(()))  # the scaler makes its scale when it is first used
+    scaler.scale(torch.zeros(()))  # the scaler creates its scale on first use
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad * scaler.get_scale() if scaled else grad.clone()
     scaler.step(optimizer)
@@ -24,7 +24,7 @@ def scaled_step(scaler, optimizer, params, grads, scaled=True):
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_a_scaled_step_equals_an_unscaled_one(name, compiled):
-    """Compared with an optimizer that gets unscaled gradients. Scales are powers of two, so unscaling is exact."""
+    """The reference gets unscaled gradients. Scales are powers of two, so unscaling is exact."""
     params = parameters([(8, 5), (7,), *LARGE])
     twins = copies(params)
     optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
@@ -90,7 +90,7 @@ def test_no_recompile_after_an_overflow_on_the_first_step():
 
 
 def test_a_step_that_failed_is_not_unscaled_twice(compiled):
-    """GradScaler removes grad_scale from the optimizer only after a successful step, and else multiplies it again."""
+    """GradScaler removes grad_scale from the optimizer only after a successful step. Otherwise it scales it again."""
     params = [torch.nn.Parameter(torch.zeros(4))]
     optimizer = co.SGD(params, lr=1.0, on_realloc="raise", compile=compiled)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -105,7 +105,7 @@ def test_a_step_that_failed_is_not_unscaled_twice(compiled):
 
 
 def test_a_scale_set_by_hand(compiled):
-    """grad_scale may be a tensor of one element of any shape, as in torch's fused optimizers."""
+    """grad_scale may be a one-element tensor of any shape, as in torch's fused optimizers."""
     params = [torch.nn.Parameter(torch.zeros(4))]
     optimizer = co.SGD(params, lr=1.0, compile=compiled)
     optimizer.grad_scale = torch.tensor([4.0])
@@ -115,7 +115,7 @@ def test_a_scale_set_by_hand(compiled):
 
 
 def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled):
-    """``scaler.unscale_`` and ``clip_grad_norm_`` in every second step, compared with torch.optim."""
+    """Every second step calls ``scaler.unscale_`` and ``clip_grad_norm_``. The reference is torch.optim."""
     params = parameters([(8, 5), (7,)])
     twins = copies(params)
     optimizer, reference = co.SGD(params, lr=0.1, compile=compiled), torch.optim.SGD(twins, lr=0.1)
@@ -148,17 +148,17 @@ def test_clipping_is_of_the_unscaled_gradients(compiled):
         norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
         reference.step()
         torch.testing.assert_close(optimizer.last_grad_norm.float(), norm, rtol=1e-5, atol=0)
-        assert torch.equal(params[0].grad, grads[0] * 2.0**16)  # left as they were
+        assert torch.equal(params[0].grad, grads[0] * 2.0**16)  # unchanged
     assert_close(params, twins, 5e-6)
 
 
 def test_float16_parameters(compiled):
-    """The scaler lets fused optimizers have float16 gradients; unscaled in float32, they do not underflow."""
+    """The scaler passes float16 gradients to fused optimizers. They are unscaled in float32 and do not underflow."""
     (param,) = params = [torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))]
     optimizer = co.SGD(params, lr=2.0**20, compile=compiled)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.zeros(()))
-    param.grad = torch.full((64,), 2.0**-10, dtype=torch.float16)  # unscaled 2^-26, which float16 does not have
+    param.grad = torch.full((64,), 2.0**-10, dtype=torch.float16)  # 2^-26 when unscaled, which float16 cannot represent
     scaler.step(optimizer)
     assert param[0].item() == -(2.0**-6)
 
@@ -185,7 +185,7 @@ def test_autocast_training_learns_as_with_torch(compiled):
 
 
 class ScalerOfTorchNpu(torch.amp.GradScaler):
-    """Passes itself to optimizers that can unscale, by the keyword ``grad_scaler``, which torch has removed."""
+    """A scaler that passes itself to fused optimizers as ``grad_scaler``, an argument that torch has removed."""
 
     def step(self, optimizer, *args, **kwargs):
         if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit are refused with an error that says what is wrong, and the optimizer stays as it was."""
+"""Checkpoints that do not match raise an error that names the mismatch, and the optimizer does not change."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case, steps):
     assert all(map(torch.equal, params, twins))
 
 
-# a checkpoint can be loaded by an optimizer that needs no other states and hyperparameters
+# an optimizer can load a checkpoint that has all its states and hyperparameters
 RELATED = {
     *product(["Adam", "AdamW", "Lamb", "AdamP"], ["Adam", "AdamW", "Lamb"]),
     *product(["RMSprop", "RMSpropTF"], repeat=2),
@@ -186,7 +186,7 @@ def test_states_of_another_optimizer(source, target):
 
 
 def test_sgd_without_momentum_refuses_the_states_of_another_optimizer():
-    """It has no states, so only the hyperparameters of the groups tell that the checkpoint does not fit."""
+    """SGD without momentum has no states, so only the hyperparameters of the groups show the mismatch."""
     params = parameters(SHAPES)
     donor = torch.optim.Adam(params)
     advance(donor, params, 0, 1)

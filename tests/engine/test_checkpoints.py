@@ -1,4 +1,4 @@
-"""Checkpoints: to and from torch.optim, files, other devices and dtypes; and those that do not fit."""
+"""Tests of checkpoints: to and from torch.optim, files, other devices and other dtypes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_optimizer_resumes_bit_for_bit(name):
     optimizer = getattr(co, name)(halves, **CATALOG[name].typical)
     advance(optimizer, halves, 0, 3)
     saved = through_file(optimizer.state_dict())
-    assert through_bytes_and_json(saved)["param_groups"]  # holds what JSON can hold
+    assert through_bytes_and_json(saved)["param_groups"]  # has only JSON types
     resumed = getattr(co, name)(halves, lr=7.0)
     resumed.load_state_dict(saved)
     advance(resumed, halves, 3, 6)
@@ -114,7 +114,7 @@ def test_every_optimizer_resumes_bit_for_bit(name):
 
 
 def test_integer_steps_of_torch_npu_load(compiled):
-    """Steps are ints in its checkpoints, and the groups lack torch's newer keys."""
+    """In checkpoints of torch_npu, steps are ints, and the groups do not have torch's newer keys."""
     expected = parameters(SMALL)
     reference = torch.optim.AdamW(expected, amsgrad=True)
     advance(reference, expected, 0, 3)
@@ -168,7 +168,7 @@ def test_checkpoints_of_torch_npu_load(name):
 
 
 def test_a_checkpoint_loads_on_another_device():
-    """Training goes from the CPU to a device of type npu and back, and equals torch.optim on the CPU."""
+    """Training moves from the CPU to a device of type npu and back, and equals torch.optim on the CPU."""
     run_python(
         """
 import torch, compiled_optim as co
@@ -197,7 +197,7 @@ assert_close(here, expected, 2e-6)
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_float32_states_of_low_precision_parameters_stay(low, compiled):
-    """They load bit for bit, and training goes on as torch.optim does with float32 copies of the parameters."""
+    """The states load bitwise. Training then equals torch.optim with float32 copies of the parameters."""
     masters = parameters(SMALL, low)
     masters = [torch.nn.Parameter(param.detach().float()) for param in masters]
     reference = torch.optim.AdamW(masters, lr=0.1)
@@ -243,7 +243,7 @@ def test_float32_states_of_low_precision_parameters_stay(low, compiled):
     ids=str,
 )
 def test_a_checkpoint_loads_in_another_dtype(param, state, loaded, compiled):
-    """In all other cases a state gets its parameter's dtype, as in torch."""
+    """In all other cases a state is converted to the dtype of its parameter, as in torch."""
     old = [torch.nn.Parameter(torch.ones(4, dtype=state))]
     donor = torch.optim.AdamW(old, lr=0.1)
     wide = torch.complex128 if param.is_complex else torch.float64

@@ -1,4 +1,4 @@
-"""``max_grad_norm`` equals ``clip_grad_norm_`` and a step, and leaves the gradients alone."""
+"""``max_grad_norm`` equals ``clip_grad_norm_`` followed by a step, and does not change the gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_equals_clip_grad_norm(max_norm, maximize, compiled):
     params = parameters(SMALL + LARGE)
     twins = copies(params)
     groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
-    # SGD: with Adam, a scaled gradient would hardly show
+    # SGD, because the steps of Adam hardly depend on the scale of the gradients
     optimizer = co.SGD(groups, lr=0.1, momentum=0.9, maximize=maximize, max_grad_norm=max_norm, compile=compiled)
     reference = torch.optim.SGD(
         [{"params": twins[:3], "lr": 0.5}, {"params": twins[3:]}], lr=0.1, momentum=0.9, maximize=maximize
@@ -30,7 +30,7 @@ def test_equals_clip_grad_norm(max_norm, maximize, compiled):
         assert all(torch.equal(param.grad, grad) for param, grad in zip(params, grads, strict=True))
         assert optimizer.last_grad_norm.shape == ()
         torch.testing.assert_close(optimizer.last_grad_norm.double(), norm, rtol=1e-6, atol=0)
-    assert_close(params, twins, 5e-6)  # torch's own norm is 2e-6 from the truth
+    assert_close(params, twins, 5e-6)  # torch's norm has a relative error of 2e-6
 
 
 def test_norm_over_several_dtypes_is_accumulated_in_float32_or_better(compiled):

@@ -1,4 +1,4 @@
-"""Gradients that appear, go away or are views; closures; and that a step never writes to a gradient.
+"""Tests of gradients that are added, removed or views, and of closures. A step never writes to a gradient.
 
 These are cases in which torch_npu's fused optimizers fail. Each is compared with torch.optim.
 """

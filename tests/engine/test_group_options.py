@@ -1,4 +1,4 @@
-"""Parameter groups and hyperparameters that change, torch's switches, and the contexts a step runs in.
+"""Tests of changing parameter groups and hyperparameters, torch's flags, and the contexts that a step runs in.
 
 These are cases in which torch_npu's fused optimizers fail. Each is compared with torch.optim.
 """
@@ -73,7 +73,7 @@ def test_torch_switches_are_accepted_without_effect(name, compiled):
 
 
 def test_changed_options_change_the_formula(compiled):
-    """Momentum switched on, weight decay switched on, amsgrad switched on, in the middle of training."""
+    """Momentum, weight decay and amsgrad are enabled during training."""
     pair = Pair("SGD", parameters(SMALL), compiled, momentum=0, dampening=0, weight_decay=0)
     pair.steps(2)
     for change in ({"momentum": 0.9}, {"weight_decay": 0.1}, {"nesterov": True}, {"maximize": True}):
@@ -84,7 +84,7 @@ def test_changed_options_change_the_formula(compiled):
 
 
 def test_runs_inside_other_contexts(compiled):
-    """Autocast, inference mode, a default dtype and device of the user's: none of them leaks into the step."""
+    """Autocast, inference mode, and the user's default dtype and device do not affect the step."""
     pair = Pair("AdamW", parameters(SMALL), compiled)
     torch.set_default_dtype(torch.float64)
     try:
@@ -103,6 +103,6 @@ def test_runs_inside_other_contexts(compiled):
 def test_no_warnings(name, compiled):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # torch's own compiler stack uses deprecated parts of torch
+        # torch's compiler uses deprecated functions of torch
         warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
         train(lambda p: getattr(co, name)(p, **OPTIMIZERS[name], compile=compiled), parameters(SMALL), 2)

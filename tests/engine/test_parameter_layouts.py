@@ -1,4 +1,4 @@
-"""Parameters of every dtype, shape and memory layout, and parameters that share memory.
+"""Tests of parameters of every dtype, shape and memory layout, and of parameters that share memory.
 
 These are cases in which torch_npu's fused optimizers fail. Each is compared with torch.optim.
 """
@@ -43,7 +43,7 @@ def test_complex_parameters(name, compiled, dtype):
     pair = Pair(name, params, compiled)
     for seed in range(4):
         grads = [torch.randn_like(p, requires_grad=False) for p in map(torch.Tensor.detach, pair.ours)]
-        # a pending conjugation: memory and values differ
+        # conjugate bit: memory and values differ
         pair.step([grads[0].conj() if seed % 2 else grads[0], grads[1]])
     pair.agree(1e-6)
 

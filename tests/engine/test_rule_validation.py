@@ -1,4 +1,4 @@
-"""A rule that breaks its contract gets an error that names the line and the remedy, before anything is stepped."""
+"""A rule that violates its contract raises an error with the line and the remedy, before any step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SaysSomething(Momentum):
 
 
 def test_side_effects_of_a_rule_happen_when_it_is_traced(capsys):
-    """A compiled step runs no Python of the rule."""
+    """A compiled step does not run the Python code of the rule."""
     params = parameters([(3,)])
     optimizer = SaysSomething(params)
     optimizer.warmup()
@@ -67,7 +67,7 @@ def test_side_effects_of_a_rule_happen_when_it_is_traced(capsys):
 
 
 class ReadsInTheSecondHalf(Momentum):
-    """Fails on tensors of unknown size only, which the trial does not have."""
+    """A rule that fails only for tensors of symbolic size, which the trial does not use."""
 
     @staticmethod
     def update(params, grads, *, lr, momentum):

@@ -1,4 +1,4 @@
-"""States and step counts that users load, replace or edit, and copies of an optimizer.
+"""Tests of states and step counts that users load, replace or edit, and of copies of an optimizer.
 
 These are cases in which torch_npu's fused optimizers fail. Each is compared with torch.optim.
 """

@@ -1,4 +1,4 @@
-"""Training loops with common tools, each run once with a compiled optimizer and once with torch.optim."""
+"""Training loops with common tools. Each runs with a compiled optimizer and with torch.optim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import assert_close, copies, parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# gradients depend on the weights of the step before, so rounding errors accumulate
+# gradients depend on the weights of the previous step, so rounding errors accumulate
 TOLERANCE = 1e-5
 
 
@@ -48,7 +48,7 @@ def values(model):
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "max_grad_norm", None])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_gradient_accumulation(name, clip):
-    """Groups with and without decay, micro-batches, clipping, a warm-up: the loop of Hugging Face's trainer."""
+    """The loop of Hugging Face's Trainer: groups with and without weight decay, micro-batches, clipping, warm-up."""
 
     def train(package, **options):
         model = network()
@@ -81,7 +81,7 @@ def test_gradient_accumulation(name, clip):
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_models(kind):
-    """AveragedModel, SWALR and update_bn, with a module passed as params."""
+    """AveragedModel, SWALR and update_bn work if a module is passed as params."""
 
     def train(package):
         model = network()
@@ -107,7 +107,7 @@ def test_averaged_models(kind):
 
 
 def test_hooks_that_change_gradients_and_weights():
-    """A pre-hook that centres gradients, a post-hook that clamps weights, and a closure."""
+    """The step has a pre-hook that centers gradients, a post-hook that clamps weights, and a closure."""
 
     def train(package):
         model = network()
@@ -158,10 +158,10 @@ def test_the_profiler_shows_one_range_for_each_step(hooked):
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_an_optimizer_for_each_parameter_in_backward(name):
-    """Each steps in a hook as soon as its gradient is accumulated, and frees it. They share their compiled units."""
+    """Each optimizer steps in a hook after its gradient is accumulated, and frees the gradient. They share units."""
     entry = CATALOG[name]
     options = {**entry.typical, **entry.without_norm, "lr": 0.02}
-    warm = parameters([(5, 4), (9,)])  # rows and no rows: at most two units
+    warm = parameters([(5, 4), (9,)])  # with and without rows: at most two units
     for param in warm:
         optimizer = getattr(co, name)([param], **options)
         param.grad = torch.ones_like(param)
@@ -204,7 +204,7 @@ def test_an_optimizer_for_each_parameter_in_backward(name):
 
 
 def test_a_model_copied_with_its_optimizer_goes_on():
-    """Model and optimizer are copied together by deepcopy, and the copy is trained further."""
+    """deepcopy copies model and optimizer together, and the copy continues the training."""
     model = network()
     optimizer = co.AdamW(model, lr=0.05)
     for batch in batches(3):

@@ -1,4 +1,4 @@
-"""Every error of bad input: torch's wording, raised before anything is changed."""
+"""Tests of every error for invalid input: it has torch's wording and is raised before any change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_parameters():
 
 
 class Snapshot:
-    """Everything a failing step could have touched."""
+    """A copy of all data that a failing step could change."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -89,7 +89,7 @@ BAD_GRADIENTS = [
 
 
 class Odd(torch.nn.Parameter):
-    """A parameter that takes any gradient, also those that assignment to .grad refuses on one device."""
+    """A parameter that accepts any gradient, also those that torch rejects on assignment to .grad."""
 
     grad = None
 
@@ -109,7 +109,7 @@ def test_gradients_that_cannot_be_used(kind, spoilt, message, stepped, compiled)
         optimizer.step()
     assert before.unchanged()
     b.grad = torch.ones(2, 2)
-    optimizer.step()  # mended, it goes on
+    optimizer.step()  # works after the gradient is corrected
     assert int(optimizer.state[b]["step"]) == 1 + stepped
 
 
@@ -148,7 +148,7 @@ def test_state_that_belongs_to_another_model(compiled):
     for param in params:
         param.grad = torch.ones_like(param)
     for param, other in zip(params, donor.param_groups[0]["params"], strict=True):
-        optimizer.state[param] = donor.state[other]  # load_state_dict() would have refused
+        optimizer.state[param] = donor.state[other]  # load_state_dict() would raise
     before = Snapshot(optimizer)
     with pytest.raises(ValueError, match=r"state 'exp_avg' of parameter 'b' has shape \(4,\).*\(2, 2\).*checkpoint"):
         optimizer.step()

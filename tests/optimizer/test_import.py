@@ -1,4 +1,4 @@
-"""Importing the package and using an optimizer leave the user's program as it was."""
+"""Importing the package and using an optimizer do not change global settings of the user's program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def settings():
 
 
 def test_import_brings_nothing_but_the_package_and_tabulate():
-    """So it takes a fraction of the time that torch takes; above all, it brings no compiler."""
+    """The import does not load a compiler and takes a fraction of the time of ``import torch``."""
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -33,7 +33,7 @@ assert not any(name.startswith(("torch._inductor", "torch._dynamo")) for name in
 
 
 def test_construction_and_eager_steps_import_no_compiler():
-    """torch.optim itself imports parts of torch._inductor; what compiles is not among them."""
+    """torch.optim imports parts of torch._inductor, but not the compiler."""
     code = """
 import sys, torch, compiled_optim as co
 param = torch.nn.Parameter(torch.ones(2))

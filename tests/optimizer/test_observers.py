@@ -1,4 +1,4 @@
-"""Hooks, profilers and torch.compile around a step: each sees a step once, and costs nothing if it is not there."""
+"""Tests of hooks, profilers and torch.compile around a step: each observes a step once, and has no cost if absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that were fixed, one test for each."""
+"""Regression tests, one for each fixed bug."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_parameter_that_moves_to_another_group_is_stepped_as_that_group(compil
 
 
 def test_rules_of_users_are_not_looked_up_by_name(tmp_path, monkeypatch):
-    """Two rules of one name and source that differ by what they close over."""
+    """Two rules have the same name and source, but different closure variables."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def make(constant):
@@ -79,14 +79,14 @@ def test_a_gradient_wider_than_its_parameter_is_not_narrowed(compiled):
     for options, expected in (({"lr": 1e-6}, -1.0), ({"lr": 1.0, "max_grad_norm": 1.0}, -(3**-0.5))):
         param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
         param.grad_dtype = None
-        param.grad = torch.full((3,), 1e6)  # infinite in float16
+        param.grad = torch.full((3,), 1e6)  # inf in float16
         optimizer = co.SGD([param], **options, compile=compiled)
         optimizer.step()
         assert_close([param], [torch.full((3,), expected)], 1e-3)
 
 
 def test_centered_rmsprop_is_as_stable_as_torch(compiled):
-    """Under constant gradients the variance is a difference of equals; rounding must not make it negative."""
+    """With constant gradients the variance is the difference of equal values. Rounding must not make it negative."""
     params = [torch.nn.Parameter(torch.ones(64))]
     optimizer = co.RMSprop(params, centered=True, lr=1e-5, compile=compiled)
     for _ in range(1500):
@@ -96,7 +96,7 @@ def test_centered_rmsprop_is_as_stable_as_torch(compiled):
 
 
 def test_parameters_with_pending_bits(compiled):
-    """torch's loop steps a lazily negated parameter; a conjugated one it refuses, and we can do."""
+    """torch's loop steps a parameter with a negative bit and rejects one with a conjugate bit. We step both."""
     base = torch.randn(5, dtype=torch.complex64)
     lazy = base.clone().conj().imag.requires_grad_()
     plain = torch.nn.Parameter(lazy.detach().clone())

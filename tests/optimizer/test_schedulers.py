@@ -1,4 +1,4 @@
-"""Every scheduler of torch drives every optimizer, with a number or a tensor as lr, and nothing is compiled for it."""
+"""Every scheduler of torch works with every optimizer, with a float or a tensor lr, without recompiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(8, 5), (7,), (3, 2, 3)]
 
 
 def cycles_momentum(optimizer):
-    """CyclicLR and OneCycleLR refuse to cycle what an optimizer does not have."""
+    """Return whether CyclicLR and OneCycleLR can cycle the momentum. They raise if the optimizer has none."""
     return bool(optimizer.defaults.keys() & {"momentum", "betas"})
 
 
@@ -63,12 +63,13 @@ def test_every_scheduler_of_torch_has_an_entry():
 
 
 def hyperparameters(group):
-    values = [group["lr"], *group.get("betas", ())[:1], group.get("momentum", 0)]  # what schedulers change
+    """Return the hyperparameters that schedulers change."""
+    values = [group["lr"], *group.get("betas", ())[:1], group.get("momentum", 0)]
     return tuple(map(float, values))
 
 
 def run(optimizer, params, schedule):
-    """Step with a scheduler, or with given hyperparameters; return the hyperparameters of each step."""
+    """Step with a scheduler or with given hyperparameters. Return the hyperparameters of each step."""
     (group,) = optimizer.param_groups
     scheduler = schedule(optimizer) if callable(schedule) else None
     used = []
@@ -120,8 +121,8 @@ def test_a_scheduler_has_the_same_effect_as_on_torch_optim(name, scheduler, kind
         assert used == run(reference, theirs, SCHEDULERS[scheduler])
         assert_close(params, theirs, 2e-6)
     else:
-        # the schedule is compared with one of torch.optim that has the same hyperparameters, and the steps with an
-        # eager run in float64 under this schedule
+        # compare the schedule with that of a torch.optim optimizer with the same hyperparameters, and the steps with an
+        # eager run in float64 with this schedule
         donor = {"betas": torch.optim.Adam, "momentum": torch.optim.SGD}
         make = next((make for key, make in donor.items() if key in optimizer.defaults), torch.optim.Adadelta)
         options = {"momentum": 0.9} if make is torch.optim.SGD else {}
@@ -135,7 +136,7 @@ def test_a_scheduler_has_the_same_effect_as_on_torch_optim(name, scheduler, kind
 
 
 def test_bertadams_own_schedule_multiplies_a_schedulers():
-    """A scheduler sets lr, which BertAdam's warm-up and decay scale: 0.5, 1, 1 ... here by half in each step."""
+    """A scheduler sets lr, and BertAdam multiplies it by the factor of its own warm-up and decay."""
     (param,) = params = parameters([(4,)])
     optimizer = co.BertAdam(params, lr=1.0, warmup=0.5, t_total=4, schedule="warmup_constant", max_grad_norm=-1)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -145,13 +146,13 @@ def test_bertadams_own_schedule_multiplies_a_schedulers():
         optimizer.step()
         rates.append(optimizer.get_lr()[0])
         scheduler.step()
-    # get_lr() is for the next step, before the scheduler has changed lr
+    # get_lr() returns the value of the next step, before the scheduler changes lr
     assert rates == [0.5, 0.5, 0.25, 0.125]
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_a_scheduler_resumes_with_the_optimizer(kind):
-    """Optimizer and scheduler saved and loaded in the middle go on as if nothing had happened."""
+    """Optimizer and scheduler, saved and loaded in the middle, give the results of an uninterrupted run."""
 
     def make(params):
         optimizer = co.AdamW(params, lr=torch.tensor(0.05) if kind == "tensor" else 0.05)

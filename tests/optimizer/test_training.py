@@ -1,7 +1,7 @@
-"""One training from end to end: a small transformer learns a text, by ours, compiled and eager, and by torch.optim.
+"""End-to-end training of a small transformer with ours, compiled and eager, and with torch.optim.
 
-With autocast to bfloat16, a GradScaler that meets overflows, clipping, OneCycleLR, and everything saved, built anew and
-loaded in the middle. Run with ``-s`` to see the curves.
+The training uses autocast to bfloat16, a GradScaler with overflows, clipping and OneCycleLR. In the middle, all objects
+are saved, constructed again and loaded. Run with ``-s`` to print the loss curves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_NORM = 0.5
 
 
 def text():
-    """A few thousand characters with something to learn: sentences of a small grammar."""
+    """Return a few thousand characters of training text: sentences of a small grammar."""
     generator = torch.Generator().manual_seed(0)
 
     def pick(words):
@@ -67,7 +67,7 @@ def batch(step):
 
 @dataclass
 class Contender:
-    """An optimizer, and whether it clips gradients itself."""
+    """An implementation of the optimizer and its options."""
 
     name: str
     package: object
@@ -79,7 +79,7 @@ class Contender:
 
 
 class Training:
-    """All that a training consists of, and that is saved."""
+    """The objects of a training run, which are saved and loaded."""
 
     def __init__(self, contender, optimizer, steps, dtype):
         torch.manual_seed(1)
@@ -119,7 +119,7 @@ class Training:
 
 
 def train(contender, optimizer, steps, dtype):
-    """Train, with an overflow in each half and a restart from a file between the halves."""
+    """Train with an overflow in each half, and a restart from a file between the halves."""
     training = Training(contender, optimizer, steps, dtype)
     for number in range(steps):
         if number == steps // 2:
@@ -138,8 +138,8 @@ def curve(losses):
     return " ".join(f"{sum(part) / len(part):.4f}" for part in (losses[i : i + 20] for i in range(0, len(losses), 20)))
 
 
-# in bfloat16 a rounding of the weights can tip that of an activation: there torch's own two implementations of AdamW
-# differ by 4e-3 in the loss, and ours from them by 7e-3; in float32 nothing covers a difference up
+# In bfloat16, a small change of a weight can change the rounding of an activation. There the losses of torch's two
+# implementations of AdamW differ by 4e-3, and ours differs from them by 7e-3. In float32 the tolerance is tight.
 CASES = [
     ("AdamW", 200, torch.bfloat16, 2e-2),
     ("AdamW", 60, torch.float32, 1e-4),

@@ -1,4 +1,4 @@
-"""Optimizers that wrap one of ours, and programs that put other lists into its groups; each once with torch.optim."""
+"""Tests of optimizers that wrap one of ours, and of programs that replace its groups, compared with torch.optim."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Delegating(torch.optim.Optimizer):
-    """Passes everything on, moves the state by way of a checkpoint, and steps by a replaced ``step`` of the inner one.
+    """A wrapper like accelerate's. It delegates to the inner optimizer and temporarily replaces its ``step``.
 
-    The way accelerate's works: no call of the base's constructor, attributes as properties.
+    It does not call the constructor of the base class. Its attributes are properties. It loads the state of the inner
+    optimizer from a checkpoint.
     """
 
     def __init__(self, inner):
@@ -57,7 +58,7 @@ class Delegating(torch.optim.Optimizer):
 
 
 class Sharing(torch.optim.Optimizer):
-    """Holds the very groups and state of the inner optimizer, and pulls the weights back to slow ones now and then."""
+    """A wrapper that shares groups and state with the inner one. Every third step it averages with slow weights."""
 
     def __init__(self, inner):
         self.inner, self.count = inner, 0
@@ -77,7 +78,7 @@ class Sharing(torch.optim.Optimizer):
 
 
 class Masters(torch.optim.Optimizer):
-    """Puts float32 copies in the place of low-precision parameters, steps those and copies them back, as apex does."""
+    """A wrapper like apex. It replaces low-precision parameters by float32 copies, steps them and copies them back."""
 
     def __init__(self, inner):
         self.inner, self.pairs = inner, []
@@ -130,7 +131,7 @@ def test_wrappers_around_an_optimizer(wrapper):
 
 
 def test_param_groups_reassigned():
-    """To copies of the groups, to other groups of the same parameters, to fewer of them and to all again."""
+    """Reassign copies of the groups, other groups of the same parameters, fewer groups, and all groups again."""
 
     def train(package):
         model = network()
@@ -140,7 +141,7 @@ def test_param_groups_reassigned():
             if number == 2:
                 optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
             if number == 3:
-                optimizer.param_groups[0]["lr"] = 0.02  # of the copy
+                optimizer.param_groups[0]["lr"] = 0.02  # changes the copy
             if number == 4:
                 (group,) = optimizer.param_groups
                 halves = [{**group, "params": params[:3]}, {**group, "params": params[3:], "lr": 0.01}]
@@ -154,7 +155,7 @@ def test_param_groups_reassigned():
             backward(model, batch)
             optimizer.step()
             optimizer.zero_grad()
-            for param in params:  # also those that the optimizer does not have at the moment
+            for param in params:  # also those that are currently not in the optimizer
                 param.grad = None
         return model, optimizer
 
@@ -168,14 +169,14 @@ def test_param_groups_reassigned():
 
 @pytest.fixture
 def alone():
-    """A process group of this process only."""
+    """Create a process group with this process as its only rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 def test_zero_redundancy_optimizer(alone):
-    """Torch's own wrapper, which makes the inner optimizer by its class and keeps the groups of both in step."""
+    """torch's wrapper constructs the inner optimizer from its class and synchronizes the groups of both."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def train(make):
