@@ -48,7 +48,10 @@ def executed(recording: Recording) -> dict[str, Any]:
             recording.clear()
             backends.get("npu")._units.clear()  # so that each case compiles its own graphs
             shards = steps.OneProcess() if case in steps.SHARDED else None
-            with mock.patch.object(buckets.ShardSpec, "from_tensor", return_value=shards):
+            with (
+                mock.patch.object(buckets, "has_dtensor", return_value=shards is not None),
+                mock.patch.object(buckets.ShardSpec, "from_tensor", return_value=shards),
+            ):
                 ours = stepped(name, "npu", True, dtype, **options)
             eager = stepped(name, "cpu", False, dtype, **options)
             pairs = list(zip(params_of(ours), params_of(eager), strict=True))
