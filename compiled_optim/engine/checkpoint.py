@@ -62,7 +62,7 @@ def read(
             param, name, states = owners[key]
             values = {} if values is None else values
             _check_states(rule, name, param, values, states)
-            state[param] = _convert(param, values)
+            state[param] = _convert(param, values, states)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"the checkpoint has a state for {key!r}, but none of its groups has such a parameter")
         else:
@@ -146,21 +146,22 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
 
 
-def _convert(param: Tensor, value: Any, key: object = None) -> Any:
+def _convert(param: Tensor, value: Any, states: Sequence[str], key: object = None) -> Any:
     """Return a state on the device of its parameter.
 
-    Its dtype is that of the parameter or, if it was saved in a wider one, that in which the step computes.
+    Its dtype is that of the parameter or, if it was saved in a wider one, that in which the step computes. Integers are
+    converted if they are one of the rule's ``states``; a user's own stay integers.
     """
     if isinstance(value, dict):
-        return {key: _convert(param, item, key) for key, item in value.items()}
+        return {key: _convert(param, item, states, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_convert(param, item) for item in value)
+        return type(value)(_convert(param, item, states) for item in value)
     if not isinstance(value, Tensor) or key == "step":  # the step count stays on the host
         return value
     dtype = value.dtype
     if value.is_complex() and param.is_complex():
         dtype = param.dtype
-    elif param.is_floating_point() and not value.is_complex():
+    elif param.is_floating_point() and (value.is_floating_point() or (key in states and not value.is_complex())):
         wider = value.is_floating_point() and torch.finfo(value.dtype).bits > torch.finfo(param.dtype).bits
         dtype = compute_dtype(param.dtype) if wider else param.dtype
     return value.to(param.device, dtype)
