@@ -62,10 +62,11 @@ def _bind_pieces(
     program: UpdateProgram, shapes: Sequence[Shape], lists: TensorLists, values: Callable[[], Arguments]
 ) -> Call:
     """Return a call that runs an update piece by piece; sums over a split tensor are computed first."""
-    sums = program.reduces and program.is_separable and count_sums(program, len(shapes[0]))
-    pieces = cut_to_cache(shapes, (MAX_WHOLE if sums else MAX_PIECE) if program.is_separable else math.inf)
+    pieces = cut_to_cache(shapes, (MAX_WHOLE if program.reduces else MAX_PIECE) if program.is_separable else math.inf)
     bound = [(piece, [piece.of(tensors) for tensors in lists]) for piece in pieces]
     cut = [(piece, part) for piece, part in bound if piece.elements[0] is not None]
+    # only if a tensor is split: counting runs the rule once, and a debugger would stop there
+    sums = count_sums(program, 1) if cut and program.reduces else 0
     measure, finish = replace(program, phase=Phase.MEASURE), replace(program, phase=Phase.FINISH)
 
     def call(grads: Sequence[Tensor]) -> None:

@@ -25,7 +25,7 @@ from compiled_optim.backends.eager import eager_requested
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, checkpoint, states
-from compiled_optim.engine.rule import Rule
+from compiled_optim.engine.rule import Rule, all_params
 from compiled_optim.engine.rule_validation import check_group
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.stepper import Stepper
@@ -194,7 +194,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
             group.update(checkpoint.complete_group(self, self.defaults, group))
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
             self._stepper = Stepper(self, self._settings, uses_scaler)
-            self._stepper.tracker.add([param for group in self.param_groups for param in group["params"]])
+            self._stepper.tracker.add(all_params(self.param_groups))
         self._stepper.discard_plan()
         self._state_was_accessed = True
 

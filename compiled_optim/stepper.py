@@ -22,7 +22,7 @@ from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.buckets import Bucket, make_buckets
 from compiled_optim.engine.plan import Plan, clips_any
-from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard
 from compiled_optim.engine.states import State
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
@@ -59,7 +59,7 @@ class Stepper:
 
         With ``state_was_accessed`` the state is checked too, because user code may have changed it.
         """
-        params = [param for group in groups for param in group["params"]]
+        params = all_params(groups)
         grads = [param.grad for param in params]
         plan, guard = self._plan, self._guard
         if guard is None or guard.is_sharded:
@@ -88,17 +88,17 @@ class Stepper:
         twin = EagerTwin(self._rule, groups, state, self.tracker.names(groups))
         norm = self.step(groups, state, True, unscale)
         twin.step(unscale)
-        comparison.record(self.tracker.names(groups), _params(groups), state, twin)
+        comparison.record(self.tracker.names(groups), all_params(groups), state, twin)
         return norm
 
     def warmup(self, groups: Sequence[Group], state: State, bar: bool) -> None:
         """Compile the units of a step in which every parameter has a gradient."""
-        grads = [local_shard(param).detach() if has_memory(param) else None for param in _params(groups)]
+        grads = [local_shard(param).detach() if has_memory(param) else None for param in all_params(groups)]
         self._compile(self._make_buckets(grads, groups, state), groups, bar)
 
     def explain(self, groups: Sequence[Group], state: State) -> Explanation:
         """Return a report on the plan, the compiled units and the events."""
-        params = _params(groups)
+        params = all_params(groups)
         in_use, problems = {}, []
         for device in dict.fromkeys(param.device for param in params):
             try:
@@ -135,8 +135,8 @@ class Stepper:
     ) -> tuple[Plan, list[Tensor | None]]:
         """Make a plan for the current parameters and gradients; return it with the local gradients."""
         # only if needed, because it may be a collective operation
-        if has_dtensor(grads) or not same_objects(_params(groups), params):
-            params = _params(groups)
+        if has_dtensor(grads) or not same_objects(all_params(groups), params):
+            params = all_params(groups)
             grads = local_grads(params, lambda: self.tracker.names(groups))
         buckets = self._make_buckets(grads, groups, state)
         # compile before the state is changed, because compilation may fail
@@ -156,7 +156,3 @@ class Stepper:
         clips = clips_any(self._rule, groups)
         batches = [batch for bucket in buckets for batch in bucket.batches(clips)]
         compile_units(self._name, batches, self._unit_log, self._has_stepped, bar)
-
-
-def _params(groups: Sequence[Group]) -> list[Tensor]:
-    return [param for group in groups for param in group["params"]]

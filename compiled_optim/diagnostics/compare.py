@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_optim import backends
 from compiled_optim.engine.buckets import make_buckets
 from compiled_optim.engine.plan import Plan
-from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, local_shard
 from compiled_optim.engine.states import State
 
@@ -78,11 +78,11 @@ class EagerTwin:
     """Copies of the groups and states of an optimizer, on which the same step is made eagerly."""
 
     def __init__(self, rule: Rule, groups: Sequence[Group], state: State, names: Sequence[str]) -> None:
-        copies = {param: _copy(param) for group in groups for param in group["params"]}
+        copies = {param: _copy(param) for param in all_params(groups)}
         self._rule = rule
         self._names = names
         self._groups = [{**group, "params": [copies[param] for param in group["params"]]} for group in groups]
-        self.params = [param for group in self._groups for param in group["params"]]
+        self.params = all_params(self._groups)
         self.state: State = defaultdict(dict)
         for param, values in state.items():
             if param in copies:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.states import check_state_fits, is_step_count
 from compiled_optim.storage import compute_dtype
 
@@ -53,7 +53,7 @@ def read(
         _check_is_same_optimizer(type(rule).__name__, number, group, defaults)
         kept.append(_state_names(rule, number, complete_group(rule, defaults, group)))
     loaded: list[Group] = deepcopy(list(saved["param_groups"]))
-    params = [param for group in groups for param in group["params"]]
+    params = all_params(groups)
     keys = [(key, states) for group, states in zip(loaded, kept, strict=True) for key in group["params"]]
     owners = {key: (param, name, states) for (key, states), param, name in zip(keys, params, names, strict=True)}
     state: defaultdict[Any, Any] = defaultdict(dict)

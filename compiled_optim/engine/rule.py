@@ -7,12 +7,13 @@ users.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from compiled_optim.engine.hyperparameters import check_usual
 from compiled_optim.errors import RuleError
@@ -23,6 +24,11 @@ Group = dict[str, Any]
 
 BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
 """The names by which a formula gets the values of ``betas``."""
+
+
+def all_params(groups: Sequence[Group]) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [param for group in groups for param in group["params"]]
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,14 @@ def materialize_states(
         tensor = values.get(name)
         held = local_shard(tensor) if is_sharded and tensor is not None else tensor
         if held is None:
-            held = layout.full_like(local, value, rows)
+            made = layout.full_like(local, value, rows)
         elif held.device != local.device or not layout.pairs_with(local, held, rows):
-            held = layout.copy_like(local, held, rows)
+            made = layout.copy_like(local, held, rows)
         else:
-            found.append(held)
-            continue
-        values[name] = shard_like(param, held) if is_sharded else held
-        found.append(held)
+            made = held
+        if made is not held:
+            values[name] = shard_like(param, made) if is_sharded else made
+        found.append(made)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.engine.rule import Group
+from compiled_optim.engine.rule import Group, all_params
 from compiled_optim.engine.sharding import local_shard
 from compiled_optim.engine.states import State, convert_states
 from compiled_optim.guard.change import Change, Description, compare, removal, replacement
@@ -94,7 +94,7 @@ class Tracker:
 
     def find(self, groups: Sequence[Group]) -> list[Move]:
         """Return how the parameters in these groups have changed since they were last recorded."""
-        held = [param for group in groups for param in group["params"]]
+        held = all_params(groups)
         names = dict(zip(held, self.names(groups), strict=True))
         numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
         moves = [] if self.modules_unchanged() else self._look_into_modules(names, numbers)
@@ -130,7 +130,7 @@ class Tracker:
         for watch in self.watches:
             watch.refresh()
         self._vacant = {place: group for place, group in self._vacant.items() if place[1] not in place[0].places}
-        self._seen = _descriptions([param for group in groups for param in group["params"]])
+        self._seen = _descriptions(all_params(groups))
 
     def _look_into_modules(self, names: Mapping[Tensor, str], numbers: Mapping[Tensor, int]) -> list[Move]:
         """Return the moves of parameters that modules have replaced, removed, untied or set again."""
