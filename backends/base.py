@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class Lane(NamedTuple):
     width: int = 0
     shapes: tuple[Shape, ...] = ()
 
+    def __str__(self) -> str:
+        return self.kind if self.width == 1 else f"{self.kind}×{self.width or 'all'}"
+
 
 class ArgumentSpec(NamedTuple):
     """A tensor that a program takes in addition to its lists: a field of :class:`~compiled_optim.program.Arguments`."""
@@ -53,41 +56,44 @@ class ArgumentSpec(NamedTuple):
     shape: Shape
 
 
-class Scalars:
-    """The hyperparameters of a rule: as Python floats, and as a 1-D CPU tensor that is refilled in place.
+class ScalarRows:
+    """The hyperparameters of a batch: a row for each group and step count, and the row of each tensor.
 
-    The tensor holds all values, then one minus each value. Both are computed in double precision and rounded once.
+    A row of ``tensor`` holds all values, then one minus each value. Both are computed in double precision and rounded
+    once. Tensor and ``row_of`` are refilled in place; there are at most as many rows as tensors.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.values: Sequence[float] = [0.0] * count
+    def __init__(self, count: int, tensors: int, dtype: torch.dtype) -> None:
+        self.values: Sequence[Sequence[float]] = []
+        self.row_of = array("q", bytes(8 * tensors))
         self._typecode = "d" if dtype == torch.float64 else "f"
         # at least one element: a rule may have no scalars, but frombuffer needs memory
-        self._memory = array(self._typecode, [0.0] * (2 * count or 1))
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype)[: 2 * count]
+        self._memory = array(self._typecode, bytes((2 * count * tensors or 1) * dtype.itemsize))
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype)[: 2 * count * tensors].view(tensors, 2 * count)
 
-    def fill(self, values: Sequence[float]) -> None:
-        """Write this step's values."""
+    def fill(self, values: Sequence[Sequence[float]]) -> None:
+        """Write this step's values, row by row."""
         self.values = values
-        if values:
-            self._memory[:] = array(self._typecode, [*values, *[1 - value for value in values]])
+        numbers = [number for row in values for half in (row, [1 - value for value in row]) for number in half]
+        self._memory[: len(numbers)] = array(self._typecode, numbers)
 
 
 class BoundArguments(NamedTuple):
     """The memory a bound call reads its arguments from. It is rewritten before each step.
 
-    ``totals`` has a row for each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH
-    reads it.
+    ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for each tensor and a column for
+    each sum. The phase MEASURE of a rule writes it, FINISH reads it.
     """
 
-    scalars: Scalars | None = None
+    scalars: ScalarRows | None = None
     grad_scale: Tensor | None = None
     totals: Tensor | None = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the arguments that are not None, as tensors by name."""
-        scalars = self.scalars.tensor if self.scalars is not None else None
-        named = {"scalars": scalars, "grad_scale": self.grad_scale, "totals": self.totals}
+    def of_row(self, row: int) -> dict[str, Tensor]:
+        """Return the arguments that are not None, as tensors by name, with the scalars of one row."""
+        scalars = None if self.scalars is None else self.scalars.tensor[row]
+        scale = None if self.grad_scale is None else self.grad_scale[row]
+        named = {"scalars": scalars, "grad_scale": scale, "totals": self.totals}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -109,7 +115,7 @@ class Signature:
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         rows = ", rows" if self.rank > 1 else ""
         variant = "".join(f", {word}" for word in self.program.variant)
-        return f"{self.program.name}[{'+'.join(dtypes)}{rows}{variant}, {self.lane.kind}×{self.lane.width or 'all'}]"
+        return f"{self.program.name}[{'+'.join(dtypes)}{rows}{variant}, {self.lane}]"
 
 
 class UnitCall(NamedTuple):
@@ -144,7 +150,7 @@ class Batch:
         return self.backend.bind(self, lists, arguments)
 
 
-Call = Callable[[Sequence[Tensor]], Tensor | None]
+Call = Callable[[Sequence[Any]], Tensor | None]
 
 
 class Unit(ABC):
@@ -154,6 +160,8 @@ class Unit(ABC):
     kernels: int = 0
     seconds: float = 0.0
     from_disk: bool = False
+    limit: str = ""
+    """Why the unit takes its tensors one by one; empty if it does not."""
 
     @abstractmethod
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
@@ -165,17 +173,17 @@ class BoundCall(NamedTuple):
 
     unit: Unit
     signature: Signature
-    pick: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
     call: Call
 
 
 class BoundBatch:
-    """A batch bound to memory. Call it with the gradients of all its tensors."""
+    """A batch bound to memory. Call it with the gradients of all its tensors; None skips a tensor."""
 
     def __init__(self, calls: Sequence[BoundCall]) -> None:
         self.calls = calls
 
-    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Run the program; return the result that :attr:`Program.result` declares."""
         for _, _, pick, call in self.calls:
             call(pick(grads))
@@ -190,8 +198,11 @@ class Backend(ABC):
     compiles: bool = True
     seconds_per_unit: float = 5.0
     """The approximate compile time of a unit, for the log line before compilation."""
-    grads_by_address: bool = False
-    """Whether calls use only the address of a gradient, so that it is not viewed in the shape of its lane."""
+    takes_rows: bool = False
+    """Whether one call takes tensors with different rows of scalars, and skips those without a gradient. If not, a
+    batch contains parameters of one group and one step count, all with a gradient."""
+    by_address: bool = False
+    """Whether calls use only the addresses of tensors, so that these are not viewed in the shape of their lane."""
 
     def __init__(self) -> None:
         self._units: dict[Signature, Unit] = {}

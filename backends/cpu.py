@@ -1,63 +1,43 @@
-"""The CPU backend: lanes over 1-D views, compiled by Inductor to C++ loops that take any length.
+"""The CPU backend: one native call for all tensors of a batch, over a table of pointers.
 
-A *lane* is the place of one tensor in a call. A unit is compiled for a fixed number of lanes of any length, so it
-serves every model. A call with fewer tensors than lanes fills the other lanes with empty tensors. There are two kinds
-of units: parallel ones for large tensors, where the threads share each loop, and serial ones for small tensors, where
-starting the threads would cost more than the loop.
+Inductor compiles the program for one tensor of any length, and a driver runs the generated code over all tensors
+(``table``). A unit serves every model. If the generated code does not fit the driver, the tensors are updated one by
+one (``tensor_by_tensor``), and ``explain()`` says why.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from compiled_optim.backends import disk_cache
-from compiled_optim.backends.base import Availability, BoundArguments, Call, Lane, Shape, Signature, Unit
-from compiled_optim.backends.graph import Graph
-from compiled_optim.backends.inductor import COMPILER_REMEDY, compile_any_size, settings
-from compiled_optim.backends.lanes import LaneBackend
-from compiled_optim.program import TensorLists
-
-PARALLEL = Lane("parallel", 1)  # one tensor: a second pass over it finds data in the CPU cache
-SERIAL = Lane("serial", 4)
-
-LARGE = 1 << 15
-"""The number of elements from which two threads, including their start, are faster than one."""
-
-COMMON_OPTIONS: dict[str, Any] = {
-    # the engine guarantees that the tensors of a lane have equal sizes
-    "size_asserts": False,
-    "alignment_asserts": False,
-    "do_not_emit_runtime_assertions": True,
-}
-# let a later pass recompute values instead of storing a temporary: it reads about as many bytes, and a large temporary
-# costs a page fault for every 4 KB in every step
-NO_TEMPORARIES = dict.fromkeys(
-    ("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000
+from compiled_optim.backends.base import (
+    Availability,
+    Backend,
+    Batch,
+    BoundArguments,
+    BoundBatch,
+    BoundCall,
+    Lane,
+    Signature,
+    Unit,
+    UnitCall,
 )
-OPTIONS: dict[str, dict[str, Any]] = {
-    # dynamic_threads: follow torch.set_num_threads at run time instead of compiling the number in
-    PARALLEL.kind: {"cpp.dynamic_threads": True, **COMMON_OPTIONS, **NO_TEMPORARIES},
-    SERIAL.kind: {"cpp.threads": 1, **COMMON_OPTIONS},
-}
+from compiled_optim.backends.inductor import COMPILER_REMEDY, cpu_errors
+from compiled_optim.backends.recording import CannotRecord
+from compiled_optim.backends.table_compiler import OPTIONS, compile_table, count_unit_sums, load_table
+from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
+from compiled_optim.program import Result, TensorLists
 
-
-def early_stores() -> dict[str, Any]:
-    """Return the setting that adds the pass ``EarlyStores``. Call it only to compile, because it imports Inductor."""
-    from compiled_optim.backends.early_stores import EarlyStores
-
-    return {"post_grad_custom_post_pass": EarlyStores()}
-
-
-PASSES: dict[str, Callable[[], dict[str, Any]]] = {PARALLEL.kind: early_stores, SERIAL.kind: dict}
-HINTS = {PARALLEL.kind: 1 << 20, SERIAL.kind: 1 << 12}
+TABLE = Lane("table", 1)
 
 
 def compiler() -> str:
@@ -65,33 +45,18 @@ def compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
-class LaneUnit(Unit):
-    """A compiled graph over a fixed number of lanes."""
-
-    def __init__(self, graph: Graph, signature: Signature) -> None:
-        self._graph = graph
-        self._signature = signature
-        self.kernels = graph.kernels
-        self.seconds = graph.seconds
-        self.from_disk = graph.from_disk
-
-    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Put the graph's inputs into order once; a call only inserts the gradients."""
-        width, nothing = self._signature.lane.width, (0,) * self._signature.rank
-        lanes = [
-            [*tensors, *[torch.empty(nothing, dtype=dtype, device="cpu")] * (width - len(tensors))]
-            for tensors, dtype in zip([[], *lists], self._signature.dtypes, strict=True)
-        ]
-        all_shapes = [*shapes, *[nothing] * (width - len(shapes))]
-        return self._graph.bind(self._graph.order_inputs(all_shapes, lanes, arguments.tensors()), len(shapes))
+@lru_cache
+def _is_on_path(program: str, path: str) -> bool:
+    return shutil.which(program, path=path) is not None
 
 
-class CpuBackend(LaneBackend):
+class CpuBackend(Backend):
     """Inductor's C++ code. The units depend on the signature only, not on the model."""
 
     name = "cpu"
     devices = ("cpu",)
-    grads_by_address = True
+    takes_rows = True
+    by_address = True
     seconds_per_unit = 2.5
 
     def cache_directory(self) -> Path | None:
@@ -100,27 +65,58 @@ class CpuBackend(LaneBackend):
 
     def is_cached(self, signature: Signature) -> bool:
         """Return True if the disk cache has a record for this signature and these settings."""
-        kind = signature.lane.kind
-        return disk_cache.contains(signature, settings(HINTS[kind], OPTIONS[kind]))
+        return disk_cache.contains(signature, OPTIONS)
 
     def available(self) -> Availability:
-        """Report whether the C++ compiler that Inductor will call exists."""
-        if shutil.which(compiler()) is None:
-            return Availability(False, f"no C++ compiler was found (looked for {compiler()!r}); {COMPILER_REMEDY}")
-        return Availability(True)
+        """Report whether there is a C++ compiler, or units on disk from an earlier run with one."""
+        if _is_on_path(compiler(), os.environ.get("PATH", os.defpath)) or disk_cache.count_records():
+            return Availability(True)
+        return Availability(False, f"no C++ compiler was found (looked for {compiler()!r}); {COMPILER_REMEDY}")
 
-    def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Split into calls for large tensors and calls for small ones; empty tensors need no call."""
-        sizes = list(map(math.prod, shapes))
-        large = [i for i, size in enumerate(sizes) if size >= LARGE]
-        small = [i for i, size in enumerate(sizes) if 0 < size < LARGE]
-        return [
-            (lane, indices[start : start + lane.width])
-            for lane, indices in ((PARALLEL, large), (SERIAL, small))
-            for start in range(0, len(indices), lane.width)
-        ]
+    def units(self, batch: Batch) -> list[UnitCall]:
+        """Return one call for all tensors."""
+        rank = len(batch.shapes[0])
+        arguments = tuple(
+            # a unit takes the totals of one tensor
+            spec._replace(shape=spec.shape[1:]) if spec.name == "totals" else spec
+            for spec in batch.arguments
+        )
+        signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, TABLE)
+        return [UnitCall(signature, range(len(batch.shapes)))]
+
+    def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
+        """Bind the unit to all tensors."""
+        ((signature, _),) = batch.calls
+        unit = self.get_unit(signature)
+        call = unit.bind(batch.shapes, lists, arguments)
+        return _OneCall(BoundCall(unit, signature, lambda grads: grads, call), batch.program.result)
 
     def compile(self, signature: Signature) -> Unit:
-        """Compile the program over this signature's lanes."""
-        kind = signature.lane.kind
-        return LaneUnit(compile_any_size(signature, HINTS[kind], OPTIONS[kind], PASSES[kind]), signature)
+        """Load or compile a table unit. If the generated code does not fit, compile a unit for single tensors."""
+        start = time.perf_counter()
+        with torch.inference_mode(False), torch.no_grad():
+            unit: Unit | None = load_table(signature)
+            if unit is None:
+                with cpu_errors():
+                    try:
+                        unit = compile_table(signature)
+                    except CannotRecord as error:
+                        returned = signature.program.result is not Result.NOTHING
+                        unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
+                        unit.limit = str(error)
+        unit.seconds = time.perf_counter() - start
+        return unit
+
+
+class _OneCall(BoundBatch):
+    """A batch that one call runs. A sum is returned as one number for each tensor."""
+
+    def __init__(self, call: BoundCall, result: Result) -> None:
+        super().__init__([call])
+        self._run = call.call
+        self._returns_sum = result is Result.SUM
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Run the program on all tensors that have a gradient."""
+        result = self._run(grads)
+        return result.view(-1) if self._returns_sum and result is not None else result

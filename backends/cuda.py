@@ -38,7 +38,7 @@ class CudaUnit(ListUnit):
         """Bind the unit; the call checks first that the current stream is not capturing."""
         run = super().bind(shapes, lists, arguments)
 
-        def call(grads: Sequence[Tensor]) -> Tensor | None:
+        def call(grads: Sequence[Tensor | None]) -> Tensor | None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "

@@ -1,22 +1,20 @@
-"""A cache of compiled graphs on disk that needs no tracing for a lookup.
+"""Compiled units on disk, found without the compiler.
 
-Inductor's own cache is keyed by the traced graph. A lookup there has to trace the program and run AOTAutograd, which
-takes more than a second in a new process. A signature holds everything a graph depends on, so records here are keyed by
-the signature. They point to the modules that Inductor generated in its cache directory. A graph whose record cannot be
-read is compiled again, and a record that cannot be written is skipped. Loaded graphs are verified like new ones.
+A signature holds everything a unit depends on, so records are keyed by the signature. A record names a library in the
+same directory and its digest. Loading needs neither tracing nor Inductor: a process with all units on disk does not
+import it, and the directory may be read-only. A unit whose record or library is damaged is compiled again, and one that
+cannot be written is kept in memory only. Loaded units are verified like new ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
-import pickle
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,58 +23,51 @@ import torch
 
 from compiled_optim import program
 from compiled_optim.backends.base import Signature
-from compiled_optim.backends.graph import Place
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.locations import is_ours
 
 FOLDER = "compiled_optim"
 
+VARIABLES_WITHOUT_EFFECT = ("CACHE_DIR", "COMPILE_THREADS", "FORCE_DISABLE_CACHES", "WORKER_START")
+"""Environment variables of Inductor, without their prefix, that do not change the code it generates."""
 
-def load(
-    signature: Signature, settings: Mapping[str, Any]
-) -> tuple[Callable[[list[Any]], Sequence[torch.Tensor]], list[Place], int] | None:
-    """Return the function of a graph, the places of its inputs and its number of kernels; None without a record."""
-    from torch._inductor.codecache import PyCodeCache
 
+def load(signature: Signature, settings: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+    """Return the library of a unit and its record, or None if there is none or it is damaged."""
     if not _is_cacheable(signature):
         return None
     try:
         record = json.loads(_path(signature, settings).read_text())
-        source = (directory() / record["module"]).resolve()
-        source.relative_to(directory())  # raises for a record that points outside of the directory
-        module = PyCodeCache.load_by_key_path(record["key"], str(source))
-        return module.call, [(i, place) for i, place in record["inputs"]], record["kernels"]
-    except Exception:  # a stale or damaged file may raise anything; the graph is compiled again
+        library = directory() / FOLDER / Path(record["library"]).name
+        if hashlib.sha256(library.read_bytes()).hexdigest() != record["digest"]:
+            return None
+        return library, dict(record["unit"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def save(
-    signature: Signature,
-    settings: Mapping[str, Any],
-    run: Callable[[list[Any]], Sequence[torch.Tensor]],
-    inputs: Sequence[Place],
-    kernels: int,
-) -> None:
-    """Write the record of a graph for :func:`load`."""
+def save(signature: Signature, settings: Mapping[str, Any], library: Path, unit: Mapping[str, Any]) -> None:
+    """Write the record of a unit for :func:`load`. ``unit`` describes the unit, in JSON."""
     if not _is_cacheable(signature):
         return
     try:
-        module = Path(inspect.getfile(run)).resolve().relative_to(directory())
-        record = {
-            **{"key": module.stem, "module": str(module), "inputs": list(inputs), "kernels": kernels},
-            "made_by": environment_digest(),
-        }
-        path = _path(signature, settings)
-        path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        draft.write_text(json.dumps(record))
-        draft.replace(path)
-    except (OSError, TypeError, ValueError):
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        record = {"library": library.name, "digest": digest, "unit": unit, "made_by": environment_digest()}
+        write(_path(signature, settings), json.dumps(record))
+    except OSError:
         return
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file at once: no other process sees a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
 def contains(signature: Signature, settings: Mapping[str, Any]) -> bool:
-    """Return True if :func:`load` will find a record."""
+    """Return True if there is a record for this signature."""
     return _is_cacheable(signature) and _path(signature, settings).exists()
 
 
@@ -94,10 +85,19 @@ def _is_cacheable(signature: Signature) -> bool:
 
 
 def directory() -> Path:
-    """Return Inductor's cache directory."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    """Return Inductor's cache directory, without importing Inductor. It need not exist."""
+    found = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(found if found is not None else _default_directory()).resolve()
 
-    return Path(cache_dir()).resolve()
+
+@lru_cache
+def _default_directory() -> str:
+    """Return the directory that Inductor uses if none is set, from its own source."""
+    path = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
+    # executed on its own, because importing it by name imports all of Inductor and Dynamo
+    names: dict[str, Any] = {"__name__": "cache_dir_utils"}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return str(names["default_cache_dir"]())
 
 
 def unusable(error: OSError) -> BackendUnavailableError:
@@ -120,30 +120,54 @@ def count_records() -> int:
 
 
 def _path(signature: Signature, settings: Mapping[str, Any]) -> Path:
-    """Return the path of a graph's record. Its name is a digest of everything the generated code depends on."""
-    from torch._inductor import config
-
+    """Return the path of a unit's record. Its name is a digest of everything the generated code depends on."""
     rule = _rule(signature)
     parts = (
         environment_digest(),
+        _inductor_settings(),
         f"{rule.__module__}.{rule.__qualname__}",
         repr([signature.dtypes, signature.arguments, signature.rank, signature.lane, signature.device]),
         repr([value for name, value in vars(signature.program).items() if name not in ("name", "update")]),
         repr(sorted(settings.items())),
     )
-    digest = hashlib.sha256(pickle.dumps(config.save_config_portable()))
+    digest = hashlib.sha256()
     for part in parts:
-        digest.update(str(part).encode() + b"\0")
+        digest.update(part.encode() + b"\0")
     return directory() / FOLDER / f"{digest.hexdigest()}.json"
+
+
+def _inductor_settings() -> str:
+    """Return the settings of Inductor that this process has changed, by code or by the environment."""
+    prefix = "TORCHINDUCTOR_"
+    ignored = {prefix + name for name in VARIABLES_WITHOUT_EFFECT}
+    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(prefix) and k not in ignored)
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:  # nothing can have changed it by code
+        return repr(variables)
+    changed = {}
+    for name, value in config.get_config_copy().items():
+        entry = config._config[name]
+        if value not in (entry.default, entry.env_value_force, entry.env_value_default):
+            changed[name] = value
+    return repr(variables) + (repr(changed) if changed else "")
 
 
 @lru_cache
 def environment_digest() -> str:
     """Return a digest of the versions of torch and Python, the CPU type and the source of this package."""
     parts = (torch.__version__, torch.version.git_version, sys.version, platform.machine())
-    digest = hashlib.sha256(repr((*parts, torch.backends.cpu.get_cpu_capability())).encode())
+    digest = hashlib.sha256(repr((*parts, torch.backends.cpu.get_cpu_capability(), _cpu_flags())).encode())
     folders = {Path(program.__file__).parent, Path(__file__).parent}
-    files = {path for folder in folders for path in folder.rglob("*.py")}
+    files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp")}
     for path in sorted(files):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _cpu_flags() -> str:
+    """Return the instruction sets of the CPU, for which libraries are built; an empty text if unknown."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""

@@ -51,7 +51,8 @@ class EagerUnit(Unit):
         program, (scalars, grad_scale, totals) = self._program, arguments
 
         def values() -> Arguments:
-            return Arguments(scalars.values if scalars is not None else None, grad_scale, totals)
+            scale = None if grad_scale is None else grad_scale[0]
+            return Arguments(None if scalars is None else scalars.values[0], scale, totals)
 
         if isinstance(program, UpdateProgram) and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
             return _bind_pieces(program, shapes, lists, values)

@@ -26,22 +26,16 @@ ArgumentValues = Mapping[str, Tensor | Sequence[Tensor]]
 class Graph:
     """A compiled graph and the place of each of its inputs.
 
-    ``run`` takes the inputs as a list, clears the list and returns the outputs. With ``one_kernel``, ``run`` is the
-    kernel itself: it takes the inputs as separate arguments and returns None.
+    ``run`` takes the inputs as a list, clears the list and returns the outputs.
     """
 
     run: Callable[..., Any]
     inputs: list[Place]
     kernels: int = 0
     seconds: float = 0.0
-    from_disk: bool = False
-    one_kernel: bool = False
 
     def __call__(self, inputs: list[Any]) -> Sequence[Tensor]:
         """Run the graph on inputs in its own order."""
-        if self.one_kernel:
-            self.run(*inputs)
-            return ()
         outputs: Sequence[Tensor] = self.run(inputs)
         return outputs
 
@@ -59,29 +53,26 @@ class Graph:
         run = self.run
         fill = _filler(template, {at: lane for at, (i, lane) in enumerate(self.inputs) if i == 0 and lane < count})
 
-        def call_kernel(grads: Sequence[Tensor]) -> None:
-            run(*fill(grads))
-
-        def call_graph(grads: Sequence[Tensor]) -> Tensor | None:
+        def call(grads: Sequence[Tensor | None]) -> Tensor | None:
             outputs = run(fill(grads))
             return outputs[0] if outputs else None
 
-        return call_kernel if self.one_kernel else call_graph
+        return call
 
 
-def _filler(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], list[Any]]:
+def _filler(template: list[Any], places: Mapping[int, int]) -> Callable[[Sequence[Tensor | None]], list[Any]]:
     """Return a function that copies the template and inserts values. ``places`` maps a position to a value's index."""
     strides = {after - before for before, after in pairwise(places)}
     if places and list(places.values()) == list(range(len(places))) and len(strides) <= 1:
         evenly = slice(min(places), max(places) + 1, *strides)
 
-        def fill(values: Sequence[Tensor]) -> list[Any]:
+        def fill(values: Sequence[Tensor | None]) -> list[Any]:
             inputs = template.copy()
             inputs[evenly] = values
             return inputs
     else:
 
-        def fill(values: Sequence[Tensor]) -> list[Any]:
+        def fill(values: Sequence[Tensor | None]) -> list[Any]:
             inputs = template.copy()
             for place, i in places.items():
                 inputs[place] = values[i]

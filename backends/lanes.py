@@ -37,8 +37,8 @@ class LaneBackend(Backend):
         calls = []
         for lane, indices in self.cut(batch.shapes):
             arguments = tuple(
-                # the totals of a batch have a column per tensor; a unit takes those of its lane, flattened
-                spec._replace(shape=(spec.shape[0] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
+                # the totals of a batch have a row for each tensor; a unit takes those of its lane, sum by sum
+                spec._replace(shape=(spec.shape[1] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
                 for spec in batch.arguments
             )
             signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, lane)
@@ -73,7 +73,7 @@ class LaneBackend(Backend):
 class _SumBatch(BoundBatch):
     """Returns the sums of all calls as one 1-D tensor, or None without calls."""
 
-    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         sums = [result for _, _, pick, call in self.calls if (result := call(pick(grads))) is not None]
         if len(sums) == 1:
             return sums[0].view(1)  # no copy, so no kernel launch
@@ -87,12 +87,12 @@ class _MeasureBatch(BoundBatch):
         super().__init__(calls)
         self._totals, self._places = totals, places
 
-    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor:
         self._totals.zero_()
         for (_, _, pick, call), places in zip(self.calls, self._places, strict=True):
             measured = call(pick(grads))
             assert measured is not None
-            self._totals[:, places] = measured.view(len(self._totals), -1)[:, : len(places)]
+            self._totals[places] = measured.view(self._totals.shape[1], -1).T[: len(places)]
         return self._totals
 
 
@@ -105,14 +105,14 @@ class _FinishBatch(BoundBatch):
         super().__init__(calls)
         self._totals, self._parts, self._places = totals, parts, places
 
-    def __call__(self, grads: Sequence[Tensor]) -> None:
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
         for part, places in zip(self._parts, self._places, strict=True):
-            part.view(len(self._totals), -1)[:, : len(places)] = self._totals[:, places]
+            part.view(self._totals.shape[1], -1)[:, : len(places)] = self._totals[places].T
         super().__call__(grads)
 
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that selects the items at these indices; it uses a slice if they are consecutive."""
-    consecutive = slice(indices[0], indices[-1] + 1)
+    consecutive = slice(indices[0], indices[-1] + 1) if indices else slice(0)
     same = list(indices) == list(range(consecutive.stop))[consecutive]
     return itemgetter(consecutive) if same else itemgetter(*indices)

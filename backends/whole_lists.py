@@ -23,9 +23,10 @@ from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Lane, Shape, Signature, Unit
 from compiled_optim.backends.graph import ArgumentValues, Graph
-from compiled_optim.backends.inductor import Lowered, agrees, disagreement
+from compiled_optim.backends.inductor import Lowered
 from compiled_optim.backends.lanes import LaneBackend
 from compiled_optim.backends.tracing import trace
+from compiled_optim.backends.verification import agrees, disagreement
 from compiled_optim.program import TensorLists
 
 REMEDY = "pass compile=False to run the same step eagerly on this device"
@@ -46,7 +47,7 @@ class ListUnit(Unit):
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Put the graph's inputs into order once; a call only inserts the gradients."""
         nothing: list[Any] = [None] * len(shapes)
-        inputs = self._graph.order_inputs((), [nothing, *lists], unbind_scalars(arguments.tensors()))
+        inputs = self._graph.order_inputs((), [nothing, *lists], unbind_scalars(arguments.of_row(0)))
         return self._graph.bind(inputs, len(shapes))
 
 

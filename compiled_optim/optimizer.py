@@ -36,6 +36,14 @@ def _setting(name: str) -> Any:
     return property(lambda self: getattr(self._settings, name), lambda self, to: setattr(self._settings, name, to))
 
 
+def _torch_method(name: str) -> Callable[..., Any]:
+    """Return a method of torch.optim, without the wrapper that imports Dynamo unless Dynamo is running."""
+    method: Any = getattr(torch.optim.Optimizer, name)
+    code = getattr(method, "__code__", None)
+    is_wrapper = code is not None and code.co_filename == _disable_dynamo.__code__.co_filename
+    return method.__wrapped__ if is_wrapper and not torch.compiler.is_compiling() else method  # type: ignore[no-any-return]
+
+
 class Optimizer(Rule, torch.optim.Optimizer):
     """Base class of the optimizers in this package.
 
@@ -139,13 +147,13 @@ class Optimizer(Rule, torch.optim.Optimizer):
         if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
             with torch.no_grad(), self._stepper.synced_params(self.param_groups, self._state):
                 pass
-        super().zero_grad(set_to_none)
+        _torch_method("zero_grad")(self, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch.optim, and check its hyperparameters."""
         if isinstance(param_group, dict):
             self.check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _torch_method("add_param_group")(self, param_group)
         group = self.param_groups[-1]
         try:
             for device in dict.fromkeys(param.device for param in group["params"]):
@@ -158,7 +166,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim does; each parameter gets a ``step`` tensor of its own."""
-        saved = super().state_dict()
+        saved = _torch_method("state_dict")(self)
         if "state" in saved:  # a hook may have returned something else
             saved["state"] = {key: states.with_own_step(values) for key, values in saved["state"].items()}
         return saved

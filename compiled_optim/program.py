@@ -46,7 +46,7 @@ class Result(Enum):
     """The kind of result a program returns."""
 
     NOTHING = "nothing"
-    SUM = "one sum over all its tensors, as a 0-dim tensor; a bound batch returns those of its calls, as a 1-D tensor"
+    SUM = "one sum over all its tensors, as a 0-dim tensor; a bound batch returns those of its parts, as a 1-D tensor"
     SUMS = "sums over each tensor, sum by sum, as a 1-D tensor"
 
 
@@ -84,6 +84,7 @@ class Phase(Enum):
     WHOLE = "whole"
     MEASURE = "measure"
     FINISH = "finish"
+    BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class UpdateProgram:
 
     A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
-    computation. FINISH runs it again, with the sums over all shards from ``totals``.
+    computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is traced only: it returns the
+    sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
     """
 
     name: str = field(compare=False)
@@ -129,16 +131,20 @@ class UpdateProgram:
 
     @property
     def result(self) -> Result:
-        """SUMS in the phase MEASURE, else NOTHING."""
-        return Result.SUMS if self.phase is Phase.MEASURE else Result.NOTHING
+        """SUMS in the phases that return sums, else NOTHING."""
+        return Result.SUMS if self.phase in (Phase.MEASURE, Phase.BOTH) else Result.NOTHING
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Apply the rule once, in place. The phase MEASURE changes nothing and returns the sums."""
         if self.phase is Phase.MEASURE:
             return torch.stack(self.measure(lists, arguments))
-        totals, known = arguments.totals, self.phase is Phase.FINISH
-        self._run(lists, arguments, _KnownSums(totals, len(lists[0])) if known else _RecordedSums())
-        return None
+        recorded = _RecordedSums()
+        if self.phase is Phase.WHOLE:
+            self._run(lists, arguments, recorded)
+            return None
+        known = _KnownSums(arguments.totals, len(lists[0]))
+        self._run(lists, arguments, lambda *sums: (recorded(*sums), known(*sums))[1])
+        return torch.stack(recorded.sums) if self.phase is Phase.BOTH else None
 
     def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
         """Return the sums that the rule computes, first one sum for all tensors, then the next. Change nothing."""
@@ -195,6 +201,26 @@ def count_sums(program: UpdateProgram, rank: int) -> int:
 def example_arguments(program: UpdateProgram) -> Arguments:
     """Return example arguments for a program: all ones, on the CPU, in float32."""
     return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), torch.ones((), device="cpu"))
+
+
+@lru_cache(maxsize=256)
+def is_elementwise(program: UpdateProgram, rank: int) -> bool:
+    """Return True if a rule computes the same on a tensor with ``rank`` dimensions and on its parts; it runs on both.
+
+    The parts consist of whole rows, because rowwise rules never get others.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def example(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+    lists = [example(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
+    arguments = example_arguments(program)._replace(scalars=example(2 * len(program.scalars)) / 2)
+    whole = [[tensor.clone()] for tensor in lists]
+    parts = [[tensor[:2].clone(), tensor[2:].clone()] for tensor in lists]
+    program(whole, arguments)
+    program(parts, arguments)
+    return all(torch.allclose(one, torch.cat(several), rtol=1e-4) for (one,), several in zip(whole, parts, strict=True))
 
 
 class _RecordedSums:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard
 from compiled_optim.engine.states import State
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
-from compiled_optim.guard.check import Guard, same_objects
+from compiled_optim.guard.check import Guard, Match, same_objects
 from compiled_optim.guard.event_log import EventLog
 from compiled_optim.guard.tracker import Tracker, has_memory, restored_on_error
 from compiled_optim.options import Settings
@@ -68,13 +69,14 @@ class Stepper:
             plan is None
             or guard is None
             or (self.tracker.watches and not self.tracker.modules_unchanged())
-            or not guard.holds(params, grads)
-            or not plan.refresh(groups, state_was_accessed)
+            or (match := guard.match(params, grads)) is Match.NONE
+            or not plan.refresh(groups)
             or (state_was_accessed and not guard.state_holds(state))
         ):
             with self.synced_params(groups, state):
                 plan, grads = self._make_plan(params, grads, groups, state)
-        norm = plan.run(grads, unscale)
+            match = Match.SOME
+        norm = plan.run(grads, match is Match.SOME, unscale)
         self._has_stepped = True
         return norm
 
@@ -142,15 +144,22 @@ class Stepper:
         # compile before the state is changed, because compilation may fail
         self._compile(buckets, groups)
         plan = Plan(self._rule, groups, state, buckets, grads)
-        plan.refresh(groups, state_was_accessed=False)
+        plan.refresh(groups)
+        planned = {
+            entry.index: entry.local if bucket.backend.takes_rows else None
+            for bucket in buckets
+            for entry in bucket.entries
+        }
         # also parameters without a gradient: if one is reallocated, its state has to follow
-        self._guard = Guard(params, grads, state, list(filter(has_memory, params)), plan.states)
+        bound = list(filter(has_memory, params))
+        self._guard = Guard(params, grads, state, bound, planned, plan.states)
         self._plan = plan
         return plan, grads
 
     def _make_buckets(self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State) -> list[Bucket]:
-        names = self.tracker.names(groups)
-        return make_buckets(self._rule, groups, state, grads, names, self.backend_for, self.uses_scaler)
+        stepped = () if self._plan is None else {id(entry.param) for entry in self._plan.entries}
+        names = partial(self.tracker.names, groups)
+        return make_buckets(self._rule, groups, state, grads, names, self.backend_for, self.uses_scaler, stepped)
 
     def _compile(self, buckets: Sequence[Bucket], groups: Sequence[Group], bar: bool = False) -> None:
         clips = clips_any(self._rule, groups)

@@ -33,7 +33,7 @@ def advice(
         )
     if plan is None:
         return
-    stepped = {id(entry.param) for bound in plan.buckets for entry in bound.bucket.entries}
+    stepped = {id(entry.param) for entry in plan.entries}
     unused = [
         name
         for param, name in names.items()
@@ -45,9 +45,12 @@ def advice(
             f"{name_some(unused)} {when}: check that the loss uses them; if this is intended, requires_grad_(False) "
             "saves the memory of their gradients"
         )
-    copied = [name for bound in plan.buckets for name in bound.copied]
+    copied = [names[entry.param] for bound in plan.buckets for entry in bound.copied]
     if copied:
         yield f"{name_some(copied)} not dense in memory: copied before and after every step; make them .contiguous()"
+    for unit in units:
+        if unit.limit:
+            yield f"{unit.name} runs one tensor at a time, because {unit.limit}"
     late = [unit for unit in units if unit.reason]
     if len(late) >= MANY_RECOMPILES:
         yield (

@@ -95,10 +95,11 @@ class EagerTwin:
         eager = backends.get("eager")
         grads = local_grads(self.params, lambda: self._names)
         scaled = unscale is not None
-        buckets = make_buckets(self._rule, self._groups, self.state, grads, self._names, lambda _: eager, scaled)
+        names = lambda: self._names  # noqa: E731
+        buckets = make_buckets(self._rule, self._groups, self.state, grads, names, lambda _: eager, scaled)
         plan = Plan(self._rule, self._groups, self.state, buckets, grads)
-        plan.refresh(self._groups, state_was_accessed=False)
-        plan.run(grads, unscale)
+        plan.refresh(self._groups)
+        plan.run(grads, False, unscale)
 
 
 def _copy(param: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class UnitReport:
     """One unit. ``seconds`` is the time this optimizer waited for it.
 
     ``source`` is "compiled now", "disk cache", or "this process" if another optimizer has compiled it before.
-    ``reason`` is set if the unit was compiled after the first step.
+    ``reason`` is set if the unit was compiled after the first step, ``limit`` if it takes one tensor at a time.
     """
 
     name: str
@@ -30,6 +30,7 @@ class UnitReport:
     seconds: float
     source: str
     reason: str = ""
+    limit: str = ""
 
 
 class UnitLog:
@@ -50,6 +51,7 @@ class UnitLog:
             seconds=unit.seconds if new else 0.0,
             source=source,
             reason=recompile_reason(signature, self._units) if new and late else "",
+            limit=unit.limit,
         )
 
     def reports(self) -> tuple[UnitReport, ...]:
@@ -83,7 +85,7 @@ def _differences(new: Any, old: Any) -> dict[str, str]:
 
 def _text(value: object) -> str:
     if isinstance(value, Lane):
-        return f"{value.kind}×{value.width or 'all'}" + (" of its own shapes" if value.shapes else "")
+        return str(value) + (" of its own shapes" if value.shapes else "")
     if isinstance(value, tuple) and value and all(isinstance(item, torch.dtype) for item in value):
         return "+".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in value))
     if isinstance(value, tuple):

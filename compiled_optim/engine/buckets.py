@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,37 +19,41 @@ from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, cou
 from compiled_optim.storage import compute_dtype, storage_for
 from compiled_optim.tensors import sum_dtype
 
+Names = Callable[[], Sequence[str]]
+"""Returns the names of all parameters, for messages."""
 
-@dataclass(frozen=True)
-class Entry:
-    """A parameter to be stepped, and its index among all parameters.
+
+class Entry(NamedTuple):
+    """A parameter to be stepped, its index among all parameters, and the number of its group.
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
-    its gradient is used.
+    its gradient is used, and ``steps`` the number of steps it has made.
     """
 
     index: int
-    name: str
+    group: int
     param: Tensor
     local: Tensor
     grad_dtype: torch.dtype
     rows: bool
+    steps: int
 
 
 @dataclass
 class Bucket:
-    """Parameters of one group that share backend, device, dtypes, options and step count.
+    """Parameters that share backend, device, dtypes and options, so that one call can step them.
 
-    A bucket has up to three batches: the norm of its gradients if they are clipped, the sums of a rule over sharded
-    tensors, and the update.
+    Group and step count select a row of scalars for each parameter. If the backend does not take rows, a bucket has
+    parameters of one group and one step count only. A bucket has up to three batches: the norms of its gradients if
+    they are clipped, the sums of a rule over sharded tensors, and the update.
     """
 
-    group: Group
+    groups: Sequence[Group]
     backend: Backend
     program: UpdateProgram
     dtypes: tuple[torch.dtype, ...]
-    steps: int
     rows: bool
+    wave: int = 0
     shards: ShardSpec | None = None
     entries: list[Entry] = field(default_factory=list)
 
@@ -69,7 +74,7 @@ class Bucket:
 
     @cached_property
     def norm(self) -> Batch:
-        """The batch that computes the squared norm of the gradients."""
+        """The batch that computes the squared norms of the gradients."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
         return Batch(self.backend, program, str(self.device), self.dtypes[:1], self.shapes)
 
@@ -83,7 +88,7 @@ class Bucket:
         """The batch that updates parameters and states."""
         if not self.sums:
             return self._update_batch(Phase.WHOLE)
-        totals = ArgumentSpec("totals", self.sum_dtype, (self.sums, len(self.entries)))
+        totals = ArgumentSpec("totals", self.sum_dtype, (len(self.entries), self.sums))
         return self._update_batch(Phase.FINISH, totals)
 
     @property
@@ -108,49 +113,70 @@ def make_buckets(
     groups: Sequence[Group],
     state: states.State,
     grads: Sequence[Tensor | None],
-    names: Sequence[str],
+    names: Names,
     backend_for: Callable[[torch.device], Backend],
     scaled: bool = False,
+    stepped: Collection[int] = (),
 ) -> list[Bucket]:
     """Sort the parameters that have a gradient into buckets; raise if one cannot be stepped. Nothing is changed.
 
-    ``grads`` are local shards, None for a parameter without gradient. ``scaled`` makes programs that multiply gradients
-    by a tensor, even in groups that are neither clipped nor maximized.
+    A backend that takes rows also gets parameters without a gradient that were stepped before. Buckets are in the order
+    in which they have to be stepped.
+
+    Args:
+        rule: the rule of the optimizer.
+        groups: its parameter groups.
+        state: its state.
+        grads: the local shards of the gradients, None for a parameter without one.
+        names: returns the names of the parameters.
+        backend_for: returns the backend for a device.
+        scaled: make programs that multiply gradients by a tensor, even in groups that are neither clipped nor
+            maximized.
+        stepped: the ids of parameters that were stepped before; those with a state are known without it.
     """
-    optimizer = type(rule).__name__
-    entries, owners, seen = [], [], set()
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
+    programs = [rule.program(group, scaled) for group in groups]
+    numbers = {program: number for number, program in enumerate(programs)}  # a number is compared faster
+    kinds = [numbers[program] for program in programs]
+    backends: dict[torch.device, Backend] = {}
+    entries, dtypes, seen = [], [], set()
     for index, (number, param) in enumerate(numbered):
-        grad = grads[index]
+        grad, values = grads[index], state.get(param)
         # torch warns about a parameter listed twice; it is stepped once
-        if grad is not None and id(param) not in seen:
-            seen.add(id(param))
-            local = local_shard(param) if is_sharded else param
-            dtype, rows = layout.grad_dtype(local, grad), rule.rowwise and param.ndim > 1
-            entry = Entry(index, names[index], param, local, dtype, rows)
-            check_can_step(optimizer, entry, grad)
-            entries.append(entry)
-            owners.append(number)
+        if id(param) in seen or (grad is None and not values and id(param) not in stepped):
+            continue
+        local = local_shard(param) if is_sharded else param
+        if local.device not in backends:
+            backends[local.device] = backend_for(local.device)
+        if grad is None:
+            if not backends[local.device].takes_rows or not layout.is_steppable(local):
+                continue
+            grad_dtype = local.dtype
+        else:
+            check_can_step(type(rule).__name__, names, index, local, grad)
+            grad_dtype = layout.grad_dtype(local, grad)
+        seen.add(id(param))
+        kept, steps = (param.dtype,) * len(programs[number].states), 0
+        if values:
+            kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, lambda i=index: names()[i])
+        own = (grad_dtype, param.dtype, *kept)
+        dtypes.append(tuple(map(layout.real_dtype, own)) if param.is_complex() else own)
+        entries.append(Entry(index, number, param, local, grad_dtype, rule.rowwise and param.ndim > 1, steps))
 
     buckets: dict[tuple[object, ...], Bucket] = {}
-    programs = [rule.program(group, scaled) for group in groups]
-    for entry, number, wave in zip(entries, owners, overlap_waves([e.local for e in entries]), strict=True):
-        program = programs[number]
-        existing = states.existing_states(state, entry.param, entry.name, program.states)
-        kept = [existing.get(name, entry.param).dtype for name in program.states]
-        dtypes = (entry.grad_dtype, entry.param.dtype, *kept)
-        if entry.param.is_complex():
-            dtypes = tuple(map(layout.real_dtype, dtypes))
-        steps = states.steps_taken(entry.name, state.get(entry.param, {}), rule.counts_steps, program.states)
+    waves = overlap_waves([entry.local for entry in entries])
+    for entry, own, wave in zip(entries, dtypes, waves, strict=True):
+        device, number = entry.local.device, entry.group
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
-        key = (number, entry.local.device, dtypes, steps, wave, entry.rows, shards)
+        row = () if backends[device].takes_rows else (number, entry.steps)
+        key = (kinds[number], device, own, wave, entry.rows, shards, row)
         if key not in buckets:
-            backend = backend_for(entry.local.device)
-            stored = with_storages(program, dtypes[1:])
-            buckets[key] = Bucket(groups[number], backend, stored, dtypes, steps, entry.rows, shards)
+            stored = with_storages(programs[number], own[1:])
+            buckets[key] = Bucket(groups, backends[device], stored, own, entry.rows, wave, shards)
         buckets[key].entries.append(entry)
-    return list(buckets.values())
+    # parameters that share memory are stepped in the order of their waves
+    return sorted(buckets.values(), key=lambda bucket: bucket.wave)
 
 
 def with_storages(program: UpdateProgram, kept: Sequence[torch.dtype]) -> UpdateProgram:
@@ -159,11 +185,19 @@ def with_storages(program: UpdateProgram, kept: Sequence[torch.dtype]) -> Update
     return replace(program, dtype=dtype, storages=tuple(storage_for(each, dtype) for each in kept))
 
 
-def check_can_step(optimizer: str, entry: Entry, grad: Tensor) -> None:
+def check_can_step(optimizer: str, names: Names, index: int, param: Tensor, grad: Tensor) -> None:
     """Raise if this parameter cannot be stepped with this gradient."""
-    param, name = entry.local, entry.name
+    if (
+        grad.layout == param.layout == torch.strided
+        and grad.shape == param.shape
+        and grad.device == param.device
+        and grad.is_complex() <= param.is_complex()
+        and layout.is_steppable(param)
+    ):
+        return
     if grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse gradients, please consider SparseAdam instead")
+    name = names()[index]
     if param.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse parameters, but {name} has layout {param.layout}")
     if grad.shape != param.shape:

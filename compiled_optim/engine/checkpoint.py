@@ -141,7 +141,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         if not isinstance(value, Tensor):
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
-            check_state_fits(name, param, state, value, REMEDY)
+            check_state_fits(lambda: name, param, state, value, REMEDY)
     if rule.counts_steps and not is_step_count(values["step"]):
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
 

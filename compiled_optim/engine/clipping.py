@@ -8,84 +8,122 @@ scale is passed to the update as a tensor, so the host does not wait for the dev
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_optim.backends import BoundBatch
 from compiled_optim.engine.buckets import Bucket
+from compiled_optim.engine.rows import Rows
 from compiled_optim.engine.rule import Clip, Rule
-from compiled_optim.tensors import sum_dtype
+from compiled_optim.engine.sharding import ShardSpec
 
-
-class ScaledBucket(Protocol):
-    """A bucket whose gradients are multiplied by ``grad_scale``."""
-
-    @property
-    def bucket(self) -> Bucket:
-        """The bucket."""
-
-    @property
-    def grad_scale(self) -> Tensor:
-        """A 0-dim tensor, rewritten before each update."""
+Grads = Sequence[Tensor | None]
 
 
 class GradScaling:
-    """Computes, before the update, the factor by which the gradients of each bucket are multiplied."""
+    """Computes, before the update, the factor by which the gradients of each row are multiplied."""
 
     def __init__(self, rule: Rule, buckets: Sequence[Bucket], clips: bool) -> None:
         self._rule = rule
         self.clips = clips
         self.norms: list[BoundBatch | None] = [bucket.norm.bind() if clips else None for bucket in buckets]
 
-    def run(
-        self, buckets: Sequence[ScaledBucket], grads: Sequence[Sequence[Tensor]], unscale: Tensor | None
-    ) -> Tensor | None:
+    def run(self, buckets: Sequence[Rows], grads: Sequence[Grads], unscale: Tensor | None) -> Tensor | None:
         """Set ``grad_scale`` of each bucket; return the norm of all gradients if any are clipped."""
-        clips = [self._rule.clips(scaled.bucket.group, scaled.bucket.dtypes[0]) for scaled in buckets]
+        clips = [self._clips_of_groups(rows.bucket) for rows in buckets]
         norms = self._pool_norms(buckets, grads, clips) if self.clips else {}
-        for scaled, bucket_clips in zip(buckets, clips, strict=True):
-            scale = None if unscale is None else unscale.to(scaled.grad_scale, non_blocking=True)
-            for clip in bucket_clips:
-                norm = norms[clip.pool].to(scaled.grad_scale.device)
-                norm = norm if scale is None else norm * scale
-                # a 0-dim CPU tensor needs one launch; for a number, torch computes the reciprocal and multiplies
-                max_norm = torch.tensor(clip.max_norm, dtype=norm.dtype, device="cpu")
-                factor = (max_norm / (norm + clip.eps)).clamp(max=1.0)
-                scale = factor if scale is None else scale * factor
-            if scale is not None:
-                scaled.grad_scale.copy_(-scale if scaled.bucket.group["maximize"] else scale)
+        for rows, of_group in zip(buckets, clips, strict=True):
+            target = rows.grad_scale
+            scale = None if unscale is None else unscale.to(target, non_blocking=True)
+            factors: dict[Hashable, Tensor] = {}
+            keys = [(of_group[group], rows.bucket.groups[group]["maximize"]) for group in rows.groups]
+            for own_clips, maximize in dict.fromkeys(keys):
+                factor = _clipped(scale, own_clips, norms, target.device)
+                if factor is not None:
+                    factors[own_clips, maximize] = -factor if maximize else factor
+            if len(factors) == 1 and len(set(keys)) == 1:
+                target.copy_(*factors.values())
+            elif factors:
+                for row, key in enumerate(keys):
+                    target[row] = factors.get(key, -1.0 if key[1] else 1.0)
         if not self.clips:
             return None
         return norms[None] if unscale is None else norms[None] * unscale.to(norms[None])
 
+    def _clips_of_groups(self, bucket: Bucket) -> dict[int, tuple[Clip, ...]]:
+        """Return the clips of each group of a bucket, by the number of the group."""
+        numbers = dict.fromkeys(entry.group for entry in bucket.entries)
+        return {number: tuple(self._rule.clips(bucket.groups[number], bucket.dtypes[0])) for number in numbers}
+
     def _pool_norms(
-        self, buckets: Sequence[ScaledBucket], grads: Sequence[Sequence[Tensor]], clips: Sequence[Sequence[Clip]]
+        self, buckets: Sequence[Rows], grads: Sequence[Grads], clips: Sequence[dict[int, tuple[Clip, ...]]]
     ) -> dict[Hashable, Tensor]:
         """Return the norm of the gradients in each pool, before they are unscaled."""
-        squares = [None if norm is None else norm(each) for norm, each in zip(self.norms, grads, strict=True)]
+        squares = []
+        for rows, norm, own, of_group in zip(buckets, self.norms, grads, clips, strict=True):
+            assert norm is not None
+            squares.append(_by_group(rows, norm(own), list(of_group)) if _has_pools(of_group) else norm(own))
         pools: dict[Hashable, list[Tensor]] = {None: []}
-        for square, bucket_clips in zip(_all_reduce(buckets, squares), clips, strict=True):
-            for pool in dict.fromkeys([None, *(clip.pool for clip in bucket_clips)]):
-                pools.setdefault(pool, []).extend([] if square is None else [square])
+        for total, of_group in zip(_all_reduce(buckets, squares), clips, strict=True):
+            if total is None:
+                continue
+            pools[None].append(total)
+            for place, group_clips in enumerate(of_group.values()):
+                for pool in dict.fromkeys(clip.pool for clip in group_clips if clip.pool is not None):
+                    pools.setdefault(pool, []).append(total[place : place + 1])
         return {pool: _norm(squares) for pool, squares in pools.items()}
 
 
-def _all_reduce(buckets: Sequence[ScaledBucket], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _has_pools(of_group: dict[int, tuple[Clip, ...]]) -> bool:
+    """Return True if a group of a bucket is clipped by a norm that is not the norm of all gradients."""
+    return any(clip.pool is not None for clips in of_group.values() for clip in clips)
+
+
+def _clipped(scale: Tensor | None, clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: torch.device) -> Tensor | None:
+    """Return a scale times the factors of all clips; None if there is neither a scale nor a clip."""
+    for clip in clips:
+        norm = norms[clip.pool].to(device)
+        norm = norm if scale is None else norm * scale
+        # a 0-dim CPU tensor needs one launch; for a number, torch computes the reciprocal and multiplies
+        max_norm = torch.tensor(clip.max_norm, dtype=norm.dtype, device="cpu")
+        factor = (max_norm / (norm + clip.eps)).clamp(max=1.0)
+        scale = factor if scale is None else scale * factor
+    return scale
+
+
+def _by_group(rows: Rows, squares: Tensor | None, groups: Sequence[int]) -> Tensor | None:
+    """Return the sum of squares of each group of a bucket."""
+    if squares is None or len(groups) == 1:
+        return None if squares is None else squares.sum().view(1)
+    # a backend that takes several groups in a batch returns a sum for each tensor
+    places = {number: place for place, number in enumerate(groups)}
+    owners = torch.tensor([places[entry.group] for entry in rows.bucket.entries], device=squares.device)
+    return squares.new_zeros(len(groups)).index_add_(0, owners, squares)
+
+
+def _all_reduce(buckets: Sequence[Rows], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the sums of squares of the buckets over all shards, with one collective for each ShardSpec."""
     totals = list(squares)
-    specs = [scaled.bucket.shards for scaled in buckets]
-    for spec in dict.fromkeys(spec for spec in specs if spec is not None):
-        members = [i for i, other in enumerate(specs) if other == spec]
-        scales = [buckets[i].grad_scale for i in members]
-        zeros = [torch.zeros_like(scale, dtype=sum_dtype(scale)) for scale in scales]
-        sums = [zero if (s := squares[i]) is None else s.sum() for i, zero in zip(members, zeros, strict=True)]
-        stacked = torch.stack(sums)
+    members: dict[ShardSpec, list[int]] = {}
+    for i, rows in enumerate(buckets):
+        if rows.bucket.shards is not None:
+            members.setdefault(rows.bucket.shards, []).append(i)
+    for spec, places in members.items():
+        parts = [_part(buckets[i], squares[i]) for i in places]
+        stacked = torch.cat(parts)
         spec.all_reduce_(stacked)
-        for i, total in zip(members, stacked.view(-1, 1), strict=True):
+        for i, total in zip(places, stacked.split([len(part) for part in parts]), strict=True):
             totals[i] = total
     return totals
+
+
+def _part(rows: Rows, squares: Tensor | None) -> Tensor:
+    """Return the sums of a bucket in a form that has the same length in all processes."""
+    if squares is None:
+        return torch.zeros(1, dtype=rows.bucket.sum_dtype, device=rows.bucket.device)
+    groups = dict.fromkeys(entry.group for entry in rows.bucket.entries)
+    return squares if len(squares) == len(groups) else squares.sum().view(1)
 
 
 def _norm(squares: Sequence[Tensor]) -> Tensor:

@@ -62,8 +62,11 @@ def copy_like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | No
 
 def full_like(param: Tensor, value: float, rows: bool) -> Tensor:
     """Return a tensor with the parameter's working strides that holds one value, in both parts if complex."""
-    strides = param.stride() if param.is_contiguous() else working_strides(param, rows)
-    tensor = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+    if param.is_contiguous():
+        tensor = torch.empty_like(param, memory_format=torch.contiguous_format)
+    else:
+        strides = working_strides(param, rows)
+        tensor = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(value)
     return tensor
 
@@ -87,6 +90,14 @@ def has_lazy_bits(tensor: Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def is_steppable(param: Tensor) -> bool:
+    """Return True if a parameter has memory that can be updated in place."""
+    if param.layout != torch.strided or param.device.type == "meta":
+        return False
+    # a contiguous tensor is not expanded, and it is not freed if its storage is large enough for all its elements
+    return not (is_freed(param) or (not param.is_contiguous() and is_expanded(param)))
+
+
 def is_freed(tensor: Tensor) -> bool:
     """Return True if the storage was resized to less than the tensor needs (``untyped_storage().resize_``).
 
@@ -94,8 +105,8 @@ def is_freed(tensor: Tensor) -> bool:
     """
     if not tensor.numel() or tensor.device.type == torch._C._get_privateuse1_backend_name():
         return False
-    needed = (tensor.storage_offset() + span(tensor)) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() < needed
+    extent = tensor.numel() if tensor.is_contiguous() else span(tensor)
+    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + extent) * tensor.element_size()
 
 
 def span(tensor: Tensor) -> int:

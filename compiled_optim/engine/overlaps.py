@@ -17,9 +17,10 @@ def overlap_waves(params: Sequence[Tensor]) -> list[int]:
     """
     ranges = []
     for i, param in enumerate(params):
-        if param.numel():
+        extent = param.numel() if param.is_contiguous() else span(param)
+        if extent:
             start = param.data_ptr()
-            ranges.append((start, start + span(param) * param.element_size(), param.device, i))
+            ranges.append((start, start + extent * param.element_size(), param.device, i))
     clusters: list[list[int]] = []
     reach: dict[torch.device, int] = {}
     cluster_on: dict[torch.device, list[int]] = {}

@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from compiled_optim.program import UpdateProgram, count_sums, example_arguments
+from compiled_optim.program import UpdateProgram, count_sums, is_elementwise
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,26 +138,6 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
             f"{optimizer} cannot step {name}, which is sharded over processes: its update() combines elements of a "
             "tensor; add an argument all_reduce to update() and pass the sums to all_reduce(...)"
         )
-
-
-@lru_cache(maxsize=256)
-def is_elementwise(program: UpdateProgram, rank: int) -> bool:
-    """Return True if a rule computes the same on a tensor with ``rank`` dimensions and on its parts; it runs on both.
-
-    The parts consist of whole rows, because rowwise rules never get others.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def example(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
-
-    lists = [example(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
-    arguments = example_arguments(program)._replace(scalars=example(2 * len(program.scalars)) / 2)
-    whole = [[tensor.clone()] for tensor in lists]
-    parts = [[tensor[:2].clone(), tensor[2:].clone()] for tensor in lists]
-    program(whole, arguments)
-    program(parts, arguments)
-    return all(torch.allclose(one, torch.cat(several), rtol=1e-4) for (one,), several in zip(whole, parts, strict=True))
 
 
 def _placements(tensor: Tensor) -> tuple[Any, ...]:

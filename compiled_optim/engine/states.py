@@ -1,18 +1,21 @@
 """The state in torch's format: for each parameter a dict of tensors, with a ``step`` if the rule counts steps.
 
-Parameters that are stepped together share one ``step`` tensor. The exact count is kept on the host.
+The ``step`` tensors of parameters that are stepped together are elements of one tensor. The exact counts are kept
+beside them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.engine import layout
+from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import local_shard, placement, shard_like
 
 State = dict[Tensor, Any]
@@ -21,43 +24,54 @@ State = dict[Tensor, Any]
 REMEDY = "load the checkpoint that belongs to this model, or delete the entry from optimizer.state to start fresh"
 
 
-def existing_states(state: State, param: Tensor, parameter_name: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the state tensors a parameter already has; raise if one does not match the parameter."""
-    values = state.get(param, {})
-    found = {name: values[name] for name in names if values.get(name) is not None}
-    for name, tensor in found.items():
+def kept_dtypes(
+    rule: Rule, values: Mapping[str, Any], param: Tensor, names: Sequence[str], parameter_name: Callable[[], str]
+) -> tuple[tuple[torch.dtype, ...], int]:
+    """Return the dtypes of a parameter's states and its number of steps; raise if one does not match the parameter.
+
+    A state that does not exist yet will have the dtype of the parameter.
+    """
+    dtypes = []
+    for name in names:
+        tensor = values.get(name)
+        if tensor is None:
+            dtypes.append(param.dtype)
+            continue
         check_state_fits(parameter_name, param, name, tensor, REMEDY)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
-                f"state {name!r} of {parameter_name} has dtype {tensor.dtype}, which would truncate every update; "
+                f"state {name!r} of {parameter_name()} has dtype {tensor.dtype}, which would truncate every update; "
                 f"convert it to {param.dtype}"
             )
-    return found
+        dtypes.append(tensor.dtype)
+    return tuple(dtypes), steps_taken(parameter_name, values, rule.counts_steps, names)
 
 
-def check_state_fits(parameter_name: str, param: Tensor, name: str, tensor: Tensor, remedy: str) -> None:
+def check_state_fits(parameter_name: Callable[[], str], param: Tensor, name: str, tensor: Tensor, remedy: str) -> None:
     """Raise if a state and its parameter differ in shape or placement, or only one of them is complex."""
     expected, found = placement(param), placement(tensor)
     if expected != found:
         raise ValueError(
-            f"state {name!r} of {parameter_name} has placement {found or 'none'}, but the parameter has "
+            f"state {name!r} of {parameter_name()} has placement {found or 'none'}, but the parameter has "
             f"{expected or 'none'}; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
     if tensor.shape != param.shape or tensor.is_complex() != param.is_complex():
         raise ValueError(
-            f"state {name!r} of {parameter_name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
+            f"state {name!r} of {parameter_name()} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
             f"parameter has {tuple(param.shape)} and {param.dtype}; {remedy}"
         )
 
 
-def steps_taken(parameter_name: str, values: Mapping[str, Any], counts_steps: bool, names: Sequence[str]) -> int:
+def steps_taken(
+    parameter_name: Callable[[], str], values: Mapping[str, Any], counts_steps: bool, names: Sequence[str]
+) -> int:
     """Return the number of steps of a parameter from its states; 0 or 1 for rules that do not count steps."""
     if not counts_steps:
         return int(bool(names) and all(values.get(name) is not None for name in names))
     step = values.get("step", 0)
     if not is_step_count(step):
-        raise ValueError(f"'step' of {parameter_name} is {step!r}, not a number of steps; {REMEDY}")
+        raise ValueError(f"'step' of {parameter_name()} is {step!r}, not a number of steps; {REMEDY}")
     return int(step)
 
 
@@ -68,11 +82,37 @@ def is_step_count(step: object) -> bool:
     return isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step)
 
 
-def new_step_counter(steps: int) -> Tensor:
-    """Return a ``step`` tensor like that of torch.optim."""
-    # not the default dtype if it is lower: float32 counts exactly to 2^24, bfloat16 to 256
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    return torch.tensor(float(steps), dtype=dtype, device="cpu")
+class StepCounters:
+    """The step counts of the parameters of a bucket: exact integers, and the ``step`` tensors of the state.
+
+    ``tensors`` are the elements of one tensor, so user code that changes one of them by any means is detected by
+    comparing the memory. Counts stop at ``limit``.
+    """
+
+    def __init__(self, counts: Sequence[int], limit: int | None) -> None:
+        # not the default dtype if it is lower: float32 counts exactly to 2^24, bfloat16 to 256
+        typecode = "d" if torch.get_default_dtype() == torch.float64 else "f"
+        self.counts = array("q", counts)
+        self._limit = limit
+        self._public = array(typecode, counts)
+        self._exact_tensor = torch.frombuffer(self.counts, dtype=torch.int64)
+        self._tensor = torch.frombuffer(
+            self._public, dtype=torch.float64 if typecode == "d" else torch.float32
+        )
+        self.tensors = self._tensor.unbind()
+        self._written = self._public.tobytes()
+
+    def are_unchanged(self) -> bool:
+        """Return True if only this object has written to the ``step`` tensors."""
+        return self._public.tobytes() == self._written
+
+    def advance(self, present: Sequence[bool] | None) -> None:
+        """Count a step of the parameters that are ``present``; None means all."""
+        self._exact_tensor.add_(1 if present is None else torch.tensor(present, dtype=torch.int64, device="cpu"))
+        if self._limit is not None:
+            self._exact_tensor.clamp_(max=self._limit)
+        self._tensor.copy_(self._exact_tensor)
+        self._written = self._public.tobytes()
 
 
 def materialize_states(

@@ -12,17 +12,38 @@ checked until user code has accessed them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.backends.lanes import picker
 from compiled_optim.engine.sharding import has_dtensor, local_shard
 
 
+class Match(Enum):
+    """The result of a check: whether a plan is valid for the current parameters and gradients."""
+
+    NONE = "something differs"
+    SOME = "valid, but some gradients are None"
+    ALL = "valid, and no gradient is None"
+
+
 class Guard:
-    """The assumptions of one plan about tensors that user code can change."""
+    """The assumptions of one plan about tensors that user code can change.
+
+    Args:
+        params: all parameters.
+        grads: their gradients.
+        state: the state of the optimizer.
+        bound_params: the parameters whose memory is watched.
+        planned: the indices of the parameters that the plan steps, with the parameter or shard that is updated if a
+            step may skip it, because its gradient is None, and None otherwise.
+        bound_states: the state tensors the plan is bound to.
+    """
 
     def __init__(
         self,
@@ -30,6 +51,7 @@ class Guard:
         grads: Sequence[Tensor | None],
         state: Mapping[Any, Any],
         bound_params: Sequence[Tensor],
+        planned: Mapping[int, Tensor | None],
         bound_states: Sequence[Tensor],
     ) -> None:
         """Record the identity of parameters and states, and the addresses of the bound ones."""
@@ -39,21 +61,51 @@ class Guard:
         bound = self._local_params()
         self._addresses = list(map(Tensor.data_ptr, bound))
         self._check_params = metadata_check(bound)
-        self._check_grads = metadata_check(grads)
+        self._pick_planned = picker(list(planned))
+        self._pick_others = picker([i for i in range(len(params)) if i not in planned])
+        self._skippable = list(planned.values())
+        # a gradient that is None now is expected to look like its parameter
+        expected = [grads[i] if like is None or grads[i] is not None else like.detach() for i, like in planned.items()]
+        self._expected = list(map(_metadata, expected))
+        self._check_grads = metadata_check(expected)
+        self._stand_ins: list[Tensor | None] | None = None
         self._state = _state_values(state)
         self._bound_states = list(bound_states)
         self._state_addresses = list(map(Tensor.data_ptr, bound_states))
 
-    def holds(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Return True if parameters and gradients match those of the plan, and parameters are in the same memory."""
+    def match(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Match:
+        """Compare parameters and gradients with those of the plan, and the memory of the parameters."""
         bound = self._local_params() if self.is_sharded else self._bound_params
-        return (
+        if not (
             len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and list(map(Tensor.data_ptr, bound)) == self._addresses
             and self._check_params(bound)
-            and self._check_grads(grads)
-        )
+            and all(map(is_, self._pick_others(grads), repeat(None)))
+        ):
+            return Match.NONE
+        planned = self._pick_planned(grads)
+        if self._check_grads(planned):
+            return Match.ALL
+        # compare a stand-in in the place of each gradient that is None
+        if self._stand_ins is None:
+            self._stand_ins = self._make_stand_ins()
+        filled = [
+            stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)
+        ]
+        return Match.SOME if self._check_grads(filled) else Match.NONE
+
+    def _make_stand_ins(self) -> list[Tensor | None]:
+        """Return tensors that look like the expected gradients, for those that may be None."""
+        made: list[Tensor | None] = []
+        for like, expected in zip(self._skippable, self._expected, strict=True):
+            stand_in = None if like is None else like.detach()
+            if stand_in is not None and expected is not None and _metadata(stand_in) != expected:
+                _, dtype, device, _, shape, strides, (*_, requires_grad) = expected
+                stand_in = torch.empty_strided(shape, strides, dtype=dtype, device=device, requires_grad=requires_grad)
+                stand_in.untyped_storage().resize_(0)  # only its metadata is needed
+            made.append(stand_in)
+        return made
 
     def state_holds(self, state: Mapping[Any, Any]) -> bool:
         """Return True if the states are the objects of the plan, in the same memory."""
@@ -105,7 +157,7 @@ def plain_metadata_check(tensors: Sequence[Tensor | None]) -> Check:
     return lambda others: [_metadata(tensor) for tensor in others] == expected
 
 
-def _metadata(tensor: Tensor | None) -> tuple[object, ...] | None:
+def _metadata(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
     strides = tensor.stride() if tensor.layout == torch.strided else None

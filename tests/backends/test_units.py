@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
-from compiled_optim.backends import ArgumentSpec, BoundArguments, Lane, Scalars, Signature, cpu, inductor
+from compiled_optim.backends import (
+    ArgumentSpec,
+    BoundArguments,
+    Lane,
+    ScalarRows,
+    Signature,
+    Unit,
+    cpu,
+    disk_cache,
+    table_compiler,
+    tensor_by_tensor,
+)
 from compiled_optim.backends import get as get_backend
+from compiled_optim.backends.table import MEASURE_PASS, UPDATE_PASS, Task, cut
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Arguments, Phase, SquaredNormProgram, UpdateProgram
 from compiled_optim.storage import Direct, Rounded
@@ -96,7 +107,7 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         rank=1,
         dtypes=(torch.float32,) * 3,
         arguments=(ArgumentSpec("scalars", torch.float32, (2,)),),
-        lane=cpu.SERIAL,
+        lane=cpu.TABLE,
     )
     variants = [
         {},
@@ -116,8 +127,8 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         {"arguments": (ArgumentSpec("scalars", torch.float64, (2,)),)},
         {"arguments": (ArgumentSpec("scalars", torch.float32, (4,)),)},
         {"arguments": (ArgumentSpec("grad_scale", torch.float32, (2,)),)},
-        {"lane": cpu.PARALLEL},
-        {"lane": Lane("serial", 2)},
+        {"lane": Lane("list", 1)},
+        {"lane": Lane("table", 2)},
     ]
     signatures = [Signature(**{**base, **variant}) for variant in variants]
     for a, b in itertools.combinations(signatures, 2):
@@ -125,57 +136,73 @@ def test_signatures_differ_in_everything_a_graph_assumes():
     assert Signature(**{**base, "program": program(name="y")}) == signatures[0], "a name changes no graph"
 
 
-@pytest.mark.parametrize("lane", [cpu.SERIAL, cpu.PARALLEL], ids=lambda lane: lane.kind)
+SGD = UpdateProgram(
+    "SGD",
+    co.SGD.update,
+    states=("momentum_buffer",),
+    scalars=("lr", "momentum", "gain", "weight_decay"),
+    flags=(("has_weight_decay", True), ("nesterov", True)),
+    scaled=False,
+)
+SGD_SIGNATURE = Signature(
+    SGD, "cpu", 1, (torch.float32,) * 3, (ArgumentSpec("scalars", torch.float32, (8,)),), cpu.TABLE
+)
+
+
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1000, 40000])
-def test_one_unit_takes_every_length_and_an_incomplete_set_of_lanes(lane, size):
-    scalars = Scalars(4, torch.float32)
-    scalars.fill([0.1, 0.9, 0.7, 0.01])
-    arguments = BoundArguments(scalars)
-    program = UpdateProgram(
-        "SGD",
-        co.SGD.update,
-        states=("momentum_buffer",),
-        scalars=("lr", "momentum", "gain", "weight_decay"),
-        flags=(("has_weight_decay", True), ("nesterov", True)),
-        scaled=False,
-    )
-    specs = (ArgumentSpec("scalars", torch.float32, (8,)),)
-    unit = get_backend("cpu").get_unit(Signature(program, "cpu", 1, (torch.float32,) * 3, specs, lane))
-    for lanes in range(1, lane.width + 1):
+def test_one_unit_takes_every_length_and_every_number_of_tensors(size):
+    rows = [[0.1, 0.9, 0.7, 0.01], [0.2, 0.8, 0.5, 0.03]]
+    for count in (1, 2, 5):
+        scalars = ScalarRows(4, max(count, 2), torch.float32)
+        scalars.fill(rows)
+        scalars.row_of[:count] = array("q", [i % 2 for i in range(count)])
         torch.manual_seed(size)
-        lists = [[torch.randn(max(size - i, 0)) for i in range(lanes)] for _ in range(3)]
+        lists = [[torch.randn(max(size - i, 0)) for i in range(count)] for _ in range(3)]
         expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
-        unit.bind([tuple(tensor.shape) for tensor in lists[0]], lists[1:], arguments)(lists[0])
-        program(expected, Arguments(scalars.values))
+        unit = get_backend("cpu").get_unit(SGD_SIGNATURE)
+        unit.bind([tuple(tensor.shape) for tensor in lists[0]], lists[1:], BoundArguments(scalars))(lists[0])
+        for i in range(count):
+            SGD([[tensors[i]] for tensors in expected], Arguments(rows[i % 2]))
         for actual, reference in zip(lists, expected, strict=True):
             assert_close(actual, reference, 1e-6)
 
 
 def test_units_are_made_once_and_shared(monkeypatch):
     backend = cpu.CpuBackend()
-    compiled = []
-    graph = inductor.Graph(list, [])
-    monkeypatch.setattr(cpu, "compile_any_size", lambda signature, *rest: compiled.append(signature) or graph)
+    made = []
+    monkeypatch.setattr(cpu, "load_table", lambda signature: made.append(signature) or Fake())
     optimizers = [co.AdamW([torch.nn.Parameter(torch.ones(n))], backend=backend) for n in (3, 4)]
     optimizers.append(co.Adam([torch.nn.Parameter(torch.ones(5))], decoupled_weight_decay=True, backend=backend))
     for optimizer in optimizers:
         optimizer.warmup()
         optimizer.warmup()
-    assert len(compiled) == 1
+    assert len(made) == 1
 
 
-def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
-    """Wrong code, for example from another version of torch, is detected before any parameter is changed."""
-    monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
-    original = inductor.trace
+class Fake(Unit):
+    def bind(self, shapes, lists, arguments):
+        raise NotImplementedError
 
-    def tampered(*args, **kwargs):
+
+@pytest.fixture
+def tampered(monkeypatch):
+    """Return a function that makes a module trace graphs with two inputs exchanged, and compile everything again."""
+    monkeypatch.setattr(disk_cache, "load", lambda *args: None)
+    original = table_compiler.trace
+
+    def exchanged(*args, **kwargs):
         graph = original(*args, **kwargs)
         places = [place for place, (source, _) in enumerate(graph.inputs) if isinstance(source, int)]
         graph.inputs[places[0]], graph.inputs[places[-1]] = graph.inputs[places[-1]], graph.inputs[places[0]]
         return graph
 
-    monkeypatch.setattr(inductor, "trace", tampered)
+    return lambda module: monkeypatch.setattr(module, "trace", exchanged)
+
+
+def test_code_that_computes_something_else_is_refused(tampered):
+    """Wrong code, for example from another version of torch, is detected before any parameter is changed."""
+    tampered(table_compiler)
+    tampered(tensor_by_tensor)
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = co.AdamW([param], backend=cpu.CpuBackend())
     param.grad = torch.ones(3)
@@ -185,31 +212,68 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
     assert not optimizer.state
 
 
-def test_tensors_are_cut_into_parallel_and_serial_calls():
-    cut = get_backend("cpu").cut
-    large, small = (cpu.LARGE,), (10,)
-    assert cut([]) == []
-    assert cut([(0,), (3, 0)]) == []
-    assert cut([small] * 5) == [(cpu.SERIAL, [0, 1, 2, 3]), (cpu.SERIAL, [4])]
-    assert cut([small, large, small, large, large]) == [
-        (cpu.PARALLEL, [1]),
-        (cpu.PARALLEL, [3]),
-        (cpu.PARALLEL, [4]),
-        (cpu.SERIAL, [0, 2]),
+def test_a_table_unit_that_computes_something_else_is_replaced(tampered):
+    """Then tensors are stepped one by one, and explain() says so. Rows and absent gradients work as usual."""
+    tampered(table_compiler)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(3,), (5, 4), (2, 3), (0,)]]
+    theirs = copies(ours)
+    optimizer, reference = co.AdamW(ours, lr=0.1, backend=cpu.CpuBackend()), torch.optim.AdamW(theirs, lr=0.1)
+    for step in range(4):
+        for i, (param, twin) in enumerate(zip(ours, theirs, strict=True)):
+            param.grad = None if i == 1 and step == 2 else torch.randn_like(param)
+            twin.grad = None if param.grad is None else param.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert_close(ours, theirs, 2e-6)
+    text = str(optimizer.explain())
+    assert "one tensor at a time" in text
+    assert "its results differ from those of the eager program" in text
+
+
+def test_tensors_are_cut_into_tasks():
+    both = MEASURE_PASS | UPDATE_PASS
+    assert list(cut([], 10, UPDATE_PASS)) == []
+    assert list(cut([(0,), (3, 0), (0, 3)], 10, both)) == []
+    assert list(cut([(4,), (25,)], 10, UPDATE_PASS)) == [  # large tensors first
+        Task(1, 0, 10, 1, UPDATE_PASS),
+        Task(1, 10, 10, 2, UPDATE_PASS),
+        Task(1, 20, 5, 3, UPDATE_PASS),
+        Task(0, 0, 4, 0, UPDATE_PASS),
+    ]
+    # rows are not cut; a tensor of one chunk is measured and updated at once, another one in two passes
+    assert list(cut([(3, 6), (2, 5), (1, 40)], 10, both)) == [
+        Task(2, 0, 1, 4, both),
+        Task(0, 0, 1, 0, MEASURE_PASS),
+        Task(0, 1, 1, 1, MEASURE_PASS),
+        Task(0, 2, 1, 2, MEASURE_PASS),
+        Task(0, 0, 1, 0, UPDATE_PASS),
+        Task(0, 1, 1, 1, UPDATE_PASS),
+        Task(0, 2, 1, 2, UPDATE_PASS),
+        Task(1, 0, 2, 3, both),
     ]
 
 
-@pytest.mark.parametrize(("rule", "rank"), [(co.Lamb, 1), (co.AdamP, 2)])
-def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, monkeypatch):
-    """Pass 1 loads parameter, gradient and two moments. Pass 2 loads all but the gradient. No temporaries."""
-    monkeypatch.setattr(inductor.disk_cache, "load", lambda *args: None)
-    optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
+def test_a_second_pass_reads_what_the_first_one_stored(monkeypatch):
+    """The first pass of Lamb stores both moments. The second one reads them, but not the gradient."""
+    monkeypatch.setattr(disk_cache, "load", lambda *args: None)
+    written = {}
+    original = table_compiler.write_source
+    monkeypatch.setattr(table_compiler, "write_source", lambda passes, *rest: written.update(passes) or original(passes, *rest))
+    optimizer = co.Lamb([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
     program = optimizer.program(optimizer.param_groups[0])
     specs = (ArgumentSpec("scalars", torch.float32, (2 * len(program.scalars),)),)
-    signature = Signature(program, "cpu", rank, (torch.float32,) * 4, specs, cpu.PARALLEL)
-    _, (code,) = run_and_get_code(cpu.CpuBackend().compile, signature)
-    assert code.count("Vectorized<float>::loadu") == 2 * (4 + 3)  # in the vectorized loop and in its remainder
-    assert not re.search(r"empty_strided_cpu\(\(" + ", ".join([r"u\d+"] * rank) + r",? ?\)", code)
+    table_compiler.compile_table(Signature(program, "cpu", 1, (torch.float32,) * 4, specs, cpu.TABLE))
+
+    def lists(name, kind):
+        """Return the numbers of the lists that a pass passes to its kernels as pointers of a kind."""
+        calls = written[name].calls
+        pairs = [pair for call in calls for pair in zip(call.types, call.arguments, strict=True)]
+        return {source for type_, (source, *_) in pairs if type_ == kind and isinstance(source, int)}
+
+    grad, param, exp_avg, exp_avg_sq = range(4)
+    assert lists("measure", "float*") == {exp_avg, exp_avg_sq}
+    assert lists("update", "float*") == {param}
+    assert grad not in lists("update", "const float*")
 
 
 TASKS = Path("/proc/self/task")

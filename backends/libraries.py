@@ -1,0 +1,52 @@
+"""Build C++ libraries with Inductor's builder, and load them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_optim.backends import disk_cache
+
+MODULE = "table_unit"
+"""The name under which a library initialises itself as an extension module (``PyInit_table_unit``)."""
+
+
+def build(source: str) -> Path:
+    """Return the library of a C++ source; build it unless it exists."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    # as Inductor builds its kernels, except that no header is precompiled: that takes longer than a unit
+    options = CppTorchDeviceOptions(
+        vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu"
+    )
+    command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+    name = hashlib.sha256(f"{command}\n{disk_cache.environment_digest()}\n{source}".encode()).hexdigest()
+    folder = disk_cache.directory() / disk_cache.FOLDER
+    library = folder / f"{name}.so"
+    if library.exists() and not torch.compiler.config.force_disable_caches:
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        file = Path(place) / f"{name}.cpp"
+        file.write_text(source)
+        builder = CppBuilder(name=name, sources=[str(file)], BuildOption=options, output_dir=place)
+        builder.build()
+        os.replace(builder.get_target_file_path(), library)  # no other process sees a part of it
+    return library
+
+
+def load(library: Path) -> Any:
+    """Return a library as a module. It is not added to ``sys.modules``."""
+    spec = importlib.util.spec_from_file_location(MODULE, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

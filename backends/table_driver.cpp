@@ -1,0 +1,153 @@
+// Runs kernels that Inductor generated for one tensor over a table of tensors, in one parallel region.
+//
+// The text before this file is generated (see table_source.py). It includes the headers, holds the kernels, and defines
+//   Scalar            the type of hyperparameters
+//   LISTS, WIDTH      pointers of a tensor (gradient first), and hyperparameters in a row
+//   SUMS              sums over each tensor
+//   MEASURES, UPDATES which of the two passes exist
+//   measure, update   the passes over one chunk of one tensor
+//
+// Tensors are cut into chunks, and a task is one pass or both passes over one chunk. Threads take tasks in order. Each
+// chunk writes its sums to its own slot, and the slots of a tensor are added in their order, so results depend neither
+// on the number of threads nor on which thread runs which task.
+
+namespace {
+
+enum Pass : int64_t { MEASURE = 1, UPDATE = 2 };
+
+struct Task {
+    int64_t tensor, start, length, slot, passes;
+};
+
+struct Table {
+    int64_t tensors, tasks;
+    const Task* task;
+    void* const* pointers;             // LISTS of each tensor; a gradient of null skips the tensor
+    const int64_t* row;                // of each tensor
+    const Scalar* scalars;             // WIDTH of each row
+    const Scalar* grad_scale;          // of each row
+    const int64_t* columns;            // of each tensor; 1 for tensors of one dimension
+    const int64_t* slots;              // the first slot of each tensor, and the number of slots
+    double* partials;                  // SUMS of each slot
+    double* totals;                    // SUMS of each tensor
+    std::atomic<int64_t>* progress;    // of each tensor: chunks measured in this run, or READY
+};
+
+constexpr int64_t READY = -1;          // all chunks of a tensor are measured, and totals holds its sums
+
+void add_up(const Table& table, int64_t tensor) {
+    double* totals = table.totals + tensor * SUMS;
+    for (int64_t sum = 0; sum < SUMS; sum++) {
+        double total = 0;
+        for (int64_t slot = table.slots[tensor]; slot < table.slots[tensor + 1]; slot++)
+            total += table.partials[slot * SUMS + sum];
+        totals[sum] = total;
+    }
+}
+
+void run_task(const Table& table, const Task& task) {
+    const int64_t tensor = task.tensor;
+    void* const* pointers = table.pointers + tensor * LISTS;
+    if (pointers[0] == nullptr) return;
+    const Scalar* scalars = table.scalars + table.row[tensor] * WIDTH;
+    const Scalar* scale = table.grad_scale + table.row[tensor];
+    double* totals = table.totals + tensor * SUMS;
+    const int64_t columns = table.columns[tensor];
+    if constexpr (MEASURES) {
+        if (task.passes & MEASURE) {
+            double* sums = table.partials + task.slot * SUMS;
+            measure(pointers, scalars, scale, totals, sums, task.start, task.length, columns);
+            const int64_t chunks = table.slots[tensor + 1] - table.slots[tensor];
+            if (chunks == 1 || table.progress[tensor].fetch_add(1) + 1 == chunks) {
+                add_up(table, tensor);
+                table.progress[tensor].store(READY, std::memory_order_release);
+            }
+        }
+    }
+    if constexpr (UPDATES) {
+        if (task.passes & UPDATE) {
+            // tasks are taken in order, so another thread is already measuring the chunks that are missing
+            if constexpr (MEASURES)
+                while (table.progress[tensor].load(std::memory_order_acquire) != READY) std::this_thread::yield();
+            update(pointers, scalars, scale, totals, nullptr, task.start, task.length, columns);
+        }
+    }
+}
+
+void run_table(const Table& table, int threads) {
+    if constexpr (MEASURES) {
+        for (int64_t i = 0; i < table.tensors; i++) table.progress[i].store(0, std::memory_order_relaxed);
+        if constexpr (!UPDATES) std::fill_n(table.totals, table.tensors * SUMS, 0.0);
+    }
+    std::atomic<int64_t> next{0};
+    auto work = [&] {
+        for (int64_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < table.tasks;)
+            run_task(table, table.task[k]);
+    };
+    if (threads <= 1) {
+        work();
+        return;
+    }
+    #pragma omp parallel num_threads(threads)
+    work();
+}
+
+bool read_integers(PyObject* const* args, Py_ssize_t given, Py_ssize_t expected, int64_t* values) {
+    if (given != expected) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < expected; i++) {
+        values[i] = PyLong_AsLongLong(args[i]);
+        if (values[i] == -1 && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+// run(address of a Table, number of threads)
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t values[2];
+    if (!read_integers(args, count, 2, values)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    run_table(*reinterpret_cast<const Table*>(values[0]), static_cast<int>(values[1]));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+// fill(tensors or None, address of pointers, address of the function that returns the memory of a tensor): write the
+// addresses of gradients, and return how many are None. A gradient without memory is present: it gets the address 1.
+PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t values[2];
+    if (count < 1 || !read_integers(args + 1, count - 1, 2, values)) return nullptr;
+    PyObject* tensors = PySequence_Fast(args[0], "expected a sequence of tensors");
+    if (tensors == nullptr) return nullptr;
+    auto pointers = reinterpret_cast<uintptr_t*>(values[0]);
+    auto memory = reinterpret_cast<void* (*)(PyObject*)>(values[1]);
+    PyObject** items = PySequence_Fast_ITEMS(tensors);
+    int64_t absent = 0;
+    for (Py_ssize_t i = 0, n = PySequence_Fast_GET_SIZE(tensors); i < n; i++) {
+        uintptr_t address = 0;
+        if (items[i] == Py_None) {
+            absent++;
+        } else {
+            address = reinterpret_cast<uintptr_t>(memory(items[i]));
+            if (address == 0) address = 1;
+        }
+        pointers[i * LISTS] = address;
+    }
+    Py_DECREF(tensors);
+    return PyLong_FromLongLong(absent);
+}
+
+PyMethodDef methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
+    {"fill", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fill)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef_Slot module_slots[] = {{0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "table_unit", nullptr, 0, methods, module_slots, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_table_unit(void) { return PyModuleDef_Init(&module); }

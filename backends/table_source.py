@@ -1,0 +1,125 @@
+"""Write the C++ source of a table unit: the kernels that Inductor generated, and the driver that runs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from compiled_optim.backends.graph import Place
+from compiled_optim.backends.recording import CannotRecord, Extent, Pointer, Recording
+
+DRIVER = Path(__file__).with_name("table_driver.cpp")
+
+HEADERS = """\
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+"""
+
+SCRATCH = """
+// memory for the temporaries of a chunk, one block for each thread
+static char* scratch_memory(int64_t bytes) {
+    static thread_local std::unique_ptr<char[]> memory;
+    static thread_local int64_t size = 0;
+    if (bytes > size) {
+        memory.reset(new char[bytes + 64]);
+        size = bytes;
+    }
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+}
+"""
+
+MEASURE, UPDATE = "measure", "update"
+
+PARAMETERS = (
+    "void* const* pointers, const Scalar* scalars, const Scalar* grad_scale, double* totals, double* sums, "
+    "int64_t start, int64_t size0, int64_t size1"
+)
+
+
+def write_source(
+    passes: Mapping[str, Recording], lists: int, scalars: int, sums: int, dtype: torch.dtype
+) -> str:
+    """Return the source of a unit.
+
+    Args:
+        passes: what the generated code of each pass does; the names are MEASURE and UPDATE.
+        lists: the number of lists of tensors, including the gradients.
+        scalars: the number of values in a row.
+        sums: the number of sums over each tensor.
+        dtype: the dtype of the scalars.
+    """
+    constants = {"LISTS": lists, "WIDTH": scalars, "SUMS": sums}
+    parts = [
+        HEADERS,
+        f"using Scalar = {'double' if dtype == torch.float64 else 'float'};",
+        *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
+        f"constexpr bool MEASURES = {str(MEASURE in passes).lower()}, UPDATES = {str(UPDATE in passes).lower()};",
+        SCRATCH,
+        *(_pass_source(name, passes[name]) for name in (MEASURE, UPDATE) if name in passes),
+        *(f"static void {name}({PARAMETERS});" for name in (MEASURE, UPDATE) if name not in passes),
+        _driver(),
+    ]
+    return "\n".join(parts)
+
+
+@lru_cache
+def _driver() -> str:
+    return DRIVER.read_text()
+
+
+def _pass_source(name: str, recording: Recording) -> str:
+    """Return the kernels of a pass, and a function that calls them on one chunk of one tensor."""
+    output = recording.output
+    if output is not None and recording.temporaries[output].dtype != torch.float64:
+        raise CannotRecord("its sums are not float64")
+    kernels, calls = [], []
+    for number, call in enumerate(recording.calls):
+        kernel = f"{name}_{number}"
+        source, found = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {kernel}(", call.source)
+        if found != 1:
+            raise CannotRecord(f"its C++ source has {found} functions named kernel")
+        kernels.append(source)
+        arguments = [
+            _size(argument) if isinstance(argument, Extent) else _pointer(recording, kind, argument)
+            for kind, argument in zip(call.types, call.arguments, strict=True)
+        ]
+        calls.append(f"    {kernel}({', '.join(arguments)});")
+    body = [*_temporaries(recording), *calls]
+    return "\n".join([*kernels, f"static void {name}({PARAMETERS}) {{", *body, "}"])
+
+
+def _temporaries(recording: Recording) -> list[str]:
+    """Return the lines that place the temporaries of a chunk into scratch memory, aligned to cache lines."""
+    lines = ["    int64_t bytes = 0;"]
+    kept = [number for number in range(len(recording.temporaries)) if number != recording.output]
+    for number in kept:
+        dtype, extent = recording.temporaries[number]
+        lines.append(f"    const int64_t offset{number} = bytes;")
+        lines.append(f"    bytes += ({_size(extent)} * {dtype.itemsize} + 63) / 64 * 64;")
+    return [*lines, "    char* scratch = scratch_memory(bytes);"] if kept else []
+
+
+def _size(extent: Extent) -> str:
+    return " * ".join([str(extent.factor), *(f"size{dim}" for dim in extent.dims)])
+
+
+def _pointer(recording: Recording, kind: str, argument: Place | Pointer) -> str:
+    """Return the expression of a pointer. The gradient, the parameter and the states start at the chunk."""
+    if isinstance(argument, Pointer):
+        number, offset = argument
+        base = "reinterpret_cast<char*>(sums)" if number == recording.output else f"scratch + offset{number}"
+        return f"reinterpret_cast<{kind}>({base} + {offset})"
+    source, _ = argument
+    if isinstance(source, str):
+        return f"reinterpret_cast<{kind}>({source})"
+    return f"reinterpret_cast<{kind}>(pointers[{source}]) + start * size1"
+

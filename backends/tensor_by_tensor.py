@@ -1,0 +1,87 @@
+"""Units whose generated code does not fit the table driver: one call of Inductor's function for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends.base import BoundArguments, Call, Shape, Signature, Unit
+from compiled_optim.backends.graph import Graph
+from compiled_optim.backends.inductor import lower
+from compiled_optim.backends.tracing import trace
+from compiled_optim.backends.verification import agrees, disagreement
+from compiled_optim.program import TensorLists
+
+OPTIONS: dict[str, Any] = {
+    "cpp.dynamic_threads": True,  # follow torch.set_num_threads instead of compiling the number in
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "do_not_emit_runtime_assertions": True,
+}
+HINT = 1 << 20
+
+
+class TensorByTensorUnit(Unit):
+    """A compiled graph over one tensor of any size. ``sums`` is the number of sums it returns."""
+
+    def __init__(self, graph: Graph, sums: int) -> None:
+        self._graph = graph
+        self._sums = sums
+        self.kernels = graph.kernels
+
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
+        """Return a call that runs the graph on each tensor that has a gradient and elements."""
+        views = [[_view(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)] for tensors in lists]
+        totals, rows = arguments.totals, arguments.scalars
+        results = totals
+        if self._sums and totals is None:
+            results = torch.zeros(len(shapes), self._sums, dtype=torch.float64, device="cpu")
+
+        def call(grads: Sequence[Tensor | None]) -> Tensor | None:
+            if self._sums and results is not None:
+                results.zero_()
+            for i, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
+                if grad is None or not grad.numel():
+                    continue
+                own = arguments.of_row(0 if rows is None else rows.row_of[i])
+                if totals is not None:
+                    own["totals"] = totals[i]
+                given = [[_view(grad, shape)], *([tensors[i]] for tensors in views)]
+                outputs = self._graph(self._graph.order_inputs([shape], given, own))
+                if outputs and results is not None:
+                    results[i] = outputs[0]
+            return results if self._sums else None
+
+        return call
+
+
+def _view(tensor: Tensor, shape: Shape) -> Tensor:
+    """Return a real view of the memory of a dense tensor."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.as_strided(shape, _strides(shape))
+
+
+def _strides(shape: Shape) -> tuple[int, ...]:
+    return (1,) if len(shape) == 1 else (shape[1], 1)
+
+
+def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
+    """Compile the program over one tensor of any size; raise if it computes something else than the eager program.
+
+    ``sums`` is the number of sums that the program returns.
+    """
+    traced = trace(signature, hint=HINT, decompose_foreach=signature.program.reduces)
+    run, kernels = lower(traced.module, traced.examples, OPTIONS)
+    graph = Graph(run, traced.inputs, kernels)
+    for size in (37, 1):
+        shape = (size,) if signature.rank == 1 else (size, 5)
+        if not agrees(
+            signature,
+            [shape],
+            lambda lists, arguments, shape=shape: graph(graph.order_inputs([shape], lists, arguments)),
+        ):
+            raise disagreement(signature)
+    return TensorByTensorUnit(graph, sums)

@@ -1,0 +1,96 @@
+"""Inductor passes that split the graph of a rule with sums into two passes over its tensors.
+
+The graph comes from the phase BOTH: it returns the sums, and what follows uses their totals. The first pass computes
+the sums. It also stores every result that does not depend on the totals, such as the moments of Lamb. The second pass
+reads these results back instead of computing them again from the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+COPY = torch.ops.aten.copy_.default
+
+
+class FirstPass(CustomGraphPass):
+    """Keeps the sums and the early stores."""
+
+    def __init__(self, totals: int) -> None:
+        """``totals`` is the index of the placeholder of the totals."""
+        self._totals = totals
+
+    def __call__(self, graph: Graph) -> None:
+        """Change the graph in place."""
+        early = early_stores(graph, self._totals)
+        for store in graph.find_nodes(op="call_function", target=COPY):
+            if store not in early:
+                graph.erase_node(store)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> str:
+        """Return the key of this pass in Inductor's graph cache."""
+        return f"{type(self).__name__} {self._totals} {get_hash_for_files((__file__,))}"
+
+
+class SecondPass(FirstPass):
+    """Keeps everything that depends on the totals, and reads early stores back."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Change the graph in place."""
+        for store in early_stores(graph, self._totals):
+            home, value = store.args[:2]
+            graph.erase_node(store)
+            value.replace_all_uses_with(home)
+        (output,) = graph.find_nodes(op="output")
+        output.args = ((),)
+        graph.eliminate_dead_code()
+
+
+def early_stores(graph: Graph, totals: int) -> list[Node]:
+    """Return the stores of results that do not depend on the totals, and whose old values are not needed later.
+
+    A result that its store rounds to another dtype is not among them, because the rule uses it unrounded.
+    """
+    late = set(_with_users(list(graph.find_nodes(op="placeholder"))[totals]))
+    stores = list(graph.find_nodes(op="call_function", target=COPY))
+    early = [
+        store
+        for store in stores
+        if store.args[1] not in late
+        and store.args[1].op != "placeholder"
+        and store.args[0].meta["val"].dtype == store.args[1].meta["val"].dtype
+    ]
+    while True:
+        values = {store.args[1] for store in early}
+        needed = _with_inputs([store.args[1] for store in stores if store not in early], values)
+        kept = [store for store in early if store.args[0] not in needed]
+        if kept == early:
+            return early
+        early = kept
+
+
+def _with_users(node: Node) -> Iterable[Node]:
+    """Return a node and everything that depends on it."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found:
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _with_inputs(nodes: Iterable[Node], known: Collection[Node]) -> set[Node]:
+    """Return the nodes that are needed to compute ``nodes``, if those in ``known`` need not be computed."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node not in known:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
