@@ -67,6 +67,7 @@ def assert_same_bits(results, expected):
 
 CASES = [(name, {}) for name in CATALOG] + [(name, {"max_grad_norm": 0.5}) for name in ("SGD", "AdamW", "Lamb")]
 IDS = [name + " clipped" * bool(options) for name, options in CASES]
+WITH_SUMS = ["Lamb", "AdamP", "SGD clipped"]
 
 
 def assert_threads_do_not_matter(name, **options):
@@ -79,6 +80,12 @@ def assert_threads_do_not_matter(name, **options):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_bits_do_not_depend_on_the_number_of_threads(name, options):
     assert_threads_do_not_matter(name, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), [CASES[IDS.index(case)] for case in WITH_SUMS], ids=WITH_SUMS)
+def test_sums_in_float64_are_added_in_one_order(name, options):
+    """Where a sum has more bits than its result, as in float32, another order may not show."""
+    assert_threads_do_not_matter(name, dtype=torch.float64, **options)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
