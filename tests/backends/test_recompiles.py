@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -110,6 +111,32 @@ def test_gradients_fresh_kept_zeroed_and_missing(run):
     run.optimizer.step()
     run.steps(2)
     run.check()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_changing_subsets_of_gradients(run, max_grad_norm):
+    """Units are compiled when a gradient first appears, and never because gradients are absent."""
+    choose = random.Random(0)
+    run.optimizer.max_grad_norm = max_grad_norm
+    new = parameters([(4, 3), (40_000,)], torch.float64)
+    run.optimizer.add_param_group({"params": new, "lr": 0.01})
+    for params in ([new[0]], [new[1]], [*run.params, *new]):
+        step_only(run.optimizer, params)
+    before, explained = compilations(), run.optimizer.explain()
+    for _ in range(30):
+        likely = choose.choice((0, 0.1, 0.5, 1))
+        step_only(run.optimizer, [param for param in (*run.params, *new) if choose.random() < likely])
+    assert compilations() == before
+    assert run.optimizer.explain().recompiles == explained.recompiles
+    assert run.optimizer.explain().units == explained.units
+
+
+def step_only(optimizer, params):
+    """Make a step in which only these parameters have a gradient."""
+    optimizer.zero_grad()
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
 
 
 def test_a_second_model_of_other_shapes(run):
