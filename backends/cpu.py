@@ -57,7 +57,7 @@ class CpuBackend(Backend):
     devices = ("cpu",)
     takes_rows = True
     by_address = True
-    seconds_per_unit = 2.5
+    seconds_per_unit = 1.5
 
     def cache_directory(self) -> Path | None:
         """Return Inductor's cache directory."""

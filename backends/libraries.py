@@ -23,9 +23,7 @@ def build(source: str) -> Path:
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     # as Inductor builds its kernels, except that no header is precompiled: that takes longer than a unit
-    options = CppTorchDeviceOptions(
-        vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu"
-    )
+    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
     command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     name = hashlib.sha256(f"{command}\n{disk_cache.environment_digest()}\n{source}".encode()).hexdigest()
     folder = disk_cache.directory() / disk_cache.FOLDER

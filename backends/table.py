@@ -50,9 +50,7 @@ class TableUnit(Unit):
         self._module = module
         self._lists, self._sums, self._passes = lists, sums, passes
 
-    def bind(
-        self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK
-    ) -> Call:
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
 
         It returns the sums over each tensor if there is a first pass only, else None.
@@ -65,7 +63,7 @@ class TableUnit(Unit):
         slots = list(first_slots(shapes, chunk))
         totals = arguments.totals
         if totals is None:
-            totals = torch.zeros(count, self._sums, dtype=torch.float64)
+            totals = torch.zeros(count, self._sums, dtype=torch.float64, device="cpu")
         rows, scale = arguments.scalars, arguments.grad_scale
         memory = {
             "task": array("q", [field for task in tasks for field in task]),

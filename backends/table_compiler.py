@@ -101,9 +101,7 @@ def passes_of(signature: Signature) -> dict[str, tuple[Signature, str]]:
             raise CannotRecord("its update() combines elements of a tensor, so a tensor cannot be cut into chunks")
         return {UPDATE: (signature, "")}
     totals = ArgumentSpec("totals", torch.float64, (sums,))
-    both = replace(
-        signature, program=replace(program, phase=Phase.BOTH), arguments=(*signature.arguments, totals)
-    )
+    both = replace(signature, program=replace(program, phase=Phase.BOTH), arguments=(*signature.arguments, totals))
     return {MEASURE: (both, "FirstPass"), UPDATE: (both, "SecondPass")}
 
 

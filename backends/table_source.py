@@ -45,9 +45,7 @@ PARAMETERS = (
 )
 
 
-def write_source(
-    passes: Mapping[str, Recording], lists: int, scalars: int, sums: int, dtype: torch.dtype
-) -> str:
+def write_source(passes: Mapping[str, Recording], lists: int, scalars: int, sums: int, dtype: torch.dtype) -> str:
     """Return the source of a unit.
 
     Args:
@@ -122,4 +120,3 @@ def _pointer(recording: Recording, kind: str, argument: Place | Pointer) -> str:
     if isinstance(source, str):
         return f"reinterpret_cast<{kind}>({source})"
     return f"reinterpret_cast<{kind}>(pointers[{source}]) + start * size1"
-

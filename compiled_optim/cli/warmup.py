@@ -16,12 +16,11 @@ from tabulate import tabulate
 import compiled_optim
 from compiled_optim import backends
 from compiled_optim.backends import WholeListBackend
-from compiled_optim.backends.cpu import LARGE
 from compiled_optim.diagnostics.units import FROM_PROCESS
 from compiled_optim.errors import BackendUnavailableError
 
-SHAPES = [(2,), (LARGE,), (2, 2), (2, LARGE)]
-"""Small and large tensors, of one dimension and, for rowwise rules, of two."""
+SHAPES = [(2,), (2, 2)]
+"""Tensors of one dimension and, for rowwise rules, of two. A unit takes tensors of all sizes."""
 
 OPTIMIZERS = {
     name.lower(): rule

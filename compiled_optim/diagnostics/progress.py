@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from compiled_optim.backends import Backend, Batch, Signature
 from compiled_optim.diagnostics.text import counted
@@ -18,7 +19,7 @@ Units = Mapping[Signature, Backend]
 
 # measured on two cores; the message says "about"
 COMPILER_IMPORT_SECONDS = 3.0
-NEW_DIRECTORY_SECONDS = 7.0
+NEW_DIRECTORY_SECONDS = 4.0
 BAR_WIDTH = 20
 
 
@@ -63,6 +64,10 @@ def announced(optimizer: str, units: Units, bar: bool) -> Iterator[Callable[[Sig
         sys.stderr.write("\n")
 
 
+def _is_filled(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
 def announcement(optimizer: str, units: Units) -> str:
     """Return the log line: what will be compiled or loaded, the expected time, and the cache directory."""
     devices = ", ".join(dict.fromkeys(signature.device for signature in units))
@@ -73,7 +78,7 @@ def announcement(optimizer: str, units: Units) -> str:
         return f"loading {counted(len(units), 'unit')} for {optimizer} on {devices} from {where}"
     seconds = sum(backend.seconds_per_unit for backend in new.values())
     seconds += COMPILER_IMPORT_SECONDS * ("torch._inductor.compile_fx" not in sys.modules)
-    seconds += NEW_DIRECTORY_SECONDS * any(not any(cache.iterdir()) for cache in caches)
+    seconds += NEW_DIRECTORY_SECONDS * any(not _is_filled(cache) for cache in caches)
     rest = f" ({len(units) - len(new)} more from disk)" if len(new) < len(units) else ""
     kept = f"; cached afterwards in {where}" if caches else ""
     return f"compiling {counted(len(new), 'unit')}{rest} for {optimizer} on {devices}, about {seconds:.0f} s{kept}"

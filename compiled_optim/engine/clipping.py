@@ -80,7 +80,9 @@ def _has_pools(of_group: dict[int, tuple[Clip, ...]]) -> bool:
     return any(clip.pool is not None for clips in of_group.values() for clip in clips)
 
 
-def _clipped(scale: Tensor | None, clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: torch.device) -> Tensor | None:
+def _clipped(
+    scale: Tensor | None, clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: torch.device
+) -> Tensor | None:
     """Return a scale times the factors of all clips; None if there is neither a scale nor a clip."""
     for clip in clips:
         norm = norms[clip.pool].to(device)

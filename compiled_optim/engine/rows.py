@@ -68,4 +68,4 @@ class Rows:
         if groups != self.groups:
             self.groups = groups
             signs = [-1.0 if self.bucket.groups[number]["maximize"] else 1.0 for number in groups]
-            self.grad_scale[: len(signs)] = torch.tensor(signs, dtype=self.grad_scale.dtype)
+            self.grad_scale[: len(signs)] = torch.tensor(signs, dtype=self.grad_scale.dtype, device="cpu")

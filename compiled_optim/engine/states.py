@@ -96,9 +96,7 @@ class StepCounters:
         self._limit = limit
         self._public = array(typecode, counts)
         self._exact_tensor = torch.frombuffer(self.counts, dtype=torch.int64)
-        self._tensor = torch.frombuffer(
-            self._public, dtype=torch.float64 if typecode == "d" else torch.float32
-        )
+        self._tensor = torch.frombuffer(self._public, dtype=torch.float64 if typecode == "d" else torch.float32)
         self.tensors = self._tensor.unbind()
         self._written = self._public.tobytes()
 

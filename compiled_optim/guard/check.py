@@ -90,9 +90,7 @@ class Guard:
         # compare a stand-in in the place of each gradient that is None
         if self._stand_ins is None:
             self._stand_ins = self._make_stand_ins()
-        filled = [
-            stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)
-        ]
+        filled = [stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)]
         return Match.SOME if self._check_grads(filled) else Match.NONE
 
     def _make_stand_ins(self) -> list[Tensor | None]:

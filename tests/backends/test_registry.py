@@ -84,11 +84,34 @@ co.AdamW(params, compile=False).step()
 
 
 @pytest.mark.parametrize("environment", [{"PATH": ""}, {"CXX": "no-such-compiler"}], ids=["PATH", "CXX"])
-def test_without_a_compiler_construction_says_so(environment):
-    message = run_python(NO_COMPILER, **environment)
+def test_without_a_compiler_construction_says_so(environment, tmp_path):
+    message = run_python(NO_COMPILER, **environment, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert "no C++ compiler was found" in message
     assert "compile=False" in message
     assert "CXX" in message
+
+
+FROM_DISK = """
+import torch, compiled_optim as co
+params = [torch.nn.Parameter(torch.ones(2))]
+params[0].grad = torch.ones(2)
+co.AdamW(params, lr=0.25, weight_decay=0).step()
+print(params[0].tolist())
+try:
+    co.Lion(params).step()
+except co.BackendUnavailableError as error:
+    print(error)
+"""
+
+
+def test_without_a_compiler_units_on_disk_are_used(tmp_path):
+    """An image can be built with a compiler and run without one."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert run_python(FROM_DISK.replace("co.Lion", "co.AdamW"), **cache).strip() == "[0.75, 0.75]"
+    values, message = run_python(FROM_DISK, **cache, CXX="no-such-compiler").split("\n", 1)
+    assert values == "[0.75, 0.75]"
+    assert "the C++ compiler does not work" in message
+    assert "compile=False" in message
 
 
 def test_a_compiler_that_fails_is_reported_in_few_words(tmp_path):

@@ -258,7 +258,9 @@ def test_a_second_pass_reads_what_the_first_one_stored(monkeypatch):
     monkeypatch.setattr(disk_cache, "load", lambda *args: None)
     written = {}
     original = table_compiler.write_source
-    monkeypatch.setattr(table_compiler, "write_source", lambda passes, *rest: written.update(passes) or original(passes, *rest))
+    monkeypatch.setattr(
+        table_compiler, "write_source", lambda passes, *rest: written.update(passes) or original(passes, *rest)
+    )
     optimizer = co.Lamb([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
     program = optimizer.program(optimizer.param_groups[0])
     specs = (ArgumentSpec("scalars", torch.float32, (2 * len(program.scalars),)),)
