@@ -21,8 +21,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, workload: str) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in WORKLOADS[workload]())
-        for layer, shape in zip(self.layers, WORKLOADS[workload](), strict=True):
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in WORKLOADS[workload].shapes)
+        for layer, shape in zip(self.layers, WORKLOADS[workload].shapes, strict=True):
             layer.weight = torch.nn.Parameter(torch.randn(shape))
             layer.weight.grad = torch.randn(shape)
 
@@ -52,7 +52,7 @@ def measure(workload: str, make: Callable[..., co.Optimizer], watched: bool) -> 
     pair = [made(workload, make, watched, guarded) for guarded in (True, False)]
     times = [[seconds(optimizer) for optimizer in pair] for _ in range(ROUNDS[workload])]
     on, off = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
-    each = (on - off) / len(WORKLOADS[workload]())
+    each = (on - off) / len(WORKLOADS[workload].shapes)
     given = "module" if watched else "parameters"
     name = type(pair[0]).__name__
     return [workload, name, given, f"{on:.0f}", f"{off:.0f}", f"{1 - off / on:.1%}", f"{each:.2f}"]

@@ -75,6 +75,7 @@ def _race(report: Report, race: Sequence[Row]) -> Section:
         f"{first.workload}, {first.optimizer}, {first.dtype}: {first.tensors:,} tensors, "
         f"{first.parameters:,} parameters, {first.bytes_per_parameter} B to move for each"
         + (f", limit {brief(limit * 1e3)} ms" if limit else "")
+        + (f"; {first.about}" if first.about else "")
     )
     measured = [row for row in race if row.time is not None]
     baseline = measured[0].baseline if measured else "baseline"
@@ -92,7 +93,7 @@ def _race(report: Report, race: Sequence[Row]) -> Section:
     rows = []
     for row in measured:
         assert row.time is not None
-        worth = report.bytes_per_second * row.time.median / row.parameters
+        worth = report.bytes_per_second * row.time.median / row.stepped
         rows.append([
             row.contender,
             row.time.milliseconds(),
@@ -186,8 +187,8 @@ def _legend(report: Report) -> list[str]:
         '"cache": much of the workload fits in the cache, so memory bandwidth is not the limit. For larger workloads '
         "the cache is evicted before each step.",
         "extra MB: peak memory that a step allocates. warm-up: construction and the first 2 steps; it may use compiled "
-        "code from the cache directory, and is not part of ms. deviation: difference of these 2 steps from a float64 "
-        "reference.",
+        "code from the cache directory, and is not part of ms. deviation: difference of these 2 steps, or of as many "
+        "as the title says, from a float64 reference.",
         "recompiles: counted in 20 more steps with a schedule. graphs of torch.compile(step): total of the process.",
         "All results are for the device named at the top only.",
     ]

@@ -44,7 +44,8 @@ class Row:
     ``status`` is "ok", "error" (an exception or a wrong result), "absent" (not installed), "none" (the implementation
     does not exist), "skipped" or "interrupted"; ``reason`` gives details. Times are in seconds. ``ratio`` is the time
     divided by that of ``baseline``, over the rounds that both ran in. ``deviation`` is the difference of the first
-    steps from the float64 reference, relative to the length of the steps.
+    steps from the float64 reference, relative to the length of the steps. ``about`` describes groups and gradients;
+    ``present`` is the share of the tensors that have gradients in a step.
     """
 
     workload: str
@@ -64,6 +65,13 @@ class Row:
     warmup_seconds: float | None = None
     deviation: float | None = None
     extra_bytes: int | None = None
+    about: str = ""
+    present: float = 1.0
+
+    @property
+    def stepped(self) -> float:
+        """The number of parameters that a step changes."""
+        return self.parameters * self.present
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -104,7 +112,7 @@ class Report:
         """Return the least seconds of a step at the measured bandwidth, or None if ``row.in_cache``."""
         if row.in_cache or not self.bytes_per_second:
             return None
-        return row.bytes_per_parameter * row.parameters / self.bytes_per_second
+        return row.bytes_per_parameter * row.stepped / self.bytes_per_second
 
     def races(self) -> list[list[Row]]:
         """Return the rows grouped by race, in the order of the run."""
