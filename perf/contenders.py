@@ -129,7 +129,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
 }
 
-BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "ours eager")
+BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "deepspeed", "ours eager")
 """The baseline of the ratios is the first of these that was measured."""
 
 REFERENCES = ("torch loop", "adamp", "usual foreach", "ours eager")
