@@ -35,6 +35,10 @@ DEFAULT = [
 """The most important races; they take a few minutes."""
 
 
+SCALED = ("resnet50",)
+"""The workloads whose thread scaling is measured by default."""
+
+
 def choose(workloads: Sequence[str], optimizers: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
     """Return DEFAULT if all arguments are empty, otherwise every combination; an empty argument gets its default."""
     if not (workloads or optimizers or dtypes):

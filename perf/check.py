@@ -10,7 +10,7 @@ from torch import Tensor
 from perf.contenders import CONTENDERS, REFERENCES, not_entered
 from perf.noise import Noise
 from perf.optimizers import Rule
-from perf.workloads import CHECKED_STEPS, Workload
+from perf.workloads import Workload
 
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 """The largest deviation from the reference, relative to the length of the steps. It is 1 if nothing was stepped.
@@ -20,16 +20,8 @@ and Lamb divides by that norm.
 """
 
 
-def checked_steps(workload: Workload, dtype: torch.dtype) -> int:
-    """Return the number of first steps that are compared with the reference.
-
-    In bfloat16, small updates are rounded away. After hundreds of steps no implementation is near the reference.
-    """
-    return workload.untimed if dtype == torch.float32 else CHECKED_STEPS
-
-
-def reference(rule: Rule, noise: Noise, workload: Workload, steps: int) -> Tensor:
-    """Return the parameters after the first steps, as one flat tensor.
+def reference(rule: Rule, noise: Noise, workload: Workload) -> Tensor:
+    """Return the parameters after the untimed steps, as one flat tensor.
 
     The first available entry of REFERENCES computes them in float64 on the CPU, because not every device supports
     float64. It steps one tensor at a time if the rule has no norm over all gradients, because float64 copies of a whole
@@ -37,8 +29,8 @@ def reference(rule: Rule, noise: Noise, workload: Workload, steps: int) -> Tenso
     """
     made = next(CONTENDERS[name] for name in REFERENCES if not_entered(name, rule, "cpu", 0, asked=True) is None)
     starts = noise.cut(noise.start())
-    given = [workload.with_gradients(step) for step in range(1, 1 + steps)]
-    windows = [noise.window(step) for step in range(1, 1 + steps)]
+    steps = range(1, 1 + workload.untimed)
+    given, windows = [workload.with_gradients(step) for step in steps], [noise.window(step) for step in steps]
     places = range(len(starts))
     ends: list[Tensor] = []
     for part in [list(places)] if rule.norm else [[place] for place in places]:

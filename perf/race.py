@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +19,7 @@ import torch._dynamo
 from torch import Tensor
 
 from perf.cases import DTYPES, Case
-from perf.check import checked_steps, flat, judge, reference, untouched
+from perf.check import flat, judge, reference, untouched
 from perf.clock import Clock
 from perf.contenders import BASELINES, CONTENDERS, OURS, Entrant, not_entered
 from perf.memory import Memory, extra_bytes
@@ -33,6 +33,9 @@ SLOW, SLOW_SECONDS, SLOW_TURN = 3.0, 0.05, 4
 
 This does not apply to ours and to the baseline, because their ratio is the main result.
 """
+
+WARM_STEPS = 3
+"""The steps between the check and the first round: one measures memory, the others tell who is slow."""
 
 Progress = Callable[[str, float], None]
 
@@ -94,6 +97,7 @@ class Race:
         row.about, row.present = self.workload.about, self.workload.present
         self.results = {name: replace(row, contender=name, status="interrupted") for name in asked or CONTENDERS}
         self.lanes: dict[str, Lane] = {}
+        self.first_round = self.workload.untimed + WARM_STEPS + 1
         for name, result in self.results.items():
             if (why := not_entered(name, self.rule, device.type, len(shapes), bool(asked))) is not None:
                 result.status, result.reason = why
@@ -103,23 +107,27 @@ class Race:
     def run(self, progress: Progress) -> None:
         """Check all contenders, then time them in rounds. Results are kept if this is interrupted."""
         try:
-            self._warm_up(progress)
+            self.warm_up(progress)
             self._rounds(progress)
         finally:
             self._summarise()
-            self.lanes.clear()
-            torch._dynamo.reset()  # the recompiles of this race must not count toward the limit in the next
+            self.close()
+
+    def close(self) -> None:
+        """Release the parameters, and what torch.compile kept."""
+        self.lanes.clear()
+        torch._dynamo.reset()  # the recompiles of this race must not count toward the limit in the next
 
     def rows(self) -> list[Row]:
         """Return a row for each contender, in the order they were requested or of CONTENDERS."""
         return list(self.results.values())
 
-    def _warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> None:
+        """Check all contenders. Those that pass are in ``lanes``."""
         progress("preparing", 0.0)
         self.noise = Noise(self.workload.shapes, self.dtype, self.device)
         self.buffers = [torch.empty_like(value) for value in self.noise.window(0)]
-        self.checked = checked_steps(self.workload, self.dtype)
-        expected = reference(self.rule, self.noise, self.workload, self.checked)
+        expected = reference(self.rule, self.noise, self.workload)
         for row in [row for row in self.results.values() if row.status == "interrupted"]:
             progress(f"checking {row.contender}", 0.1)
             try:
@@ -151,8 +159,8 @@ class Race:
                     return
             self.give_gradients(lane, self.workload.untimed + 1)
             row.extra_bytes = extra_bytes(lane.entrant.step, self.device)
-            for step in (2, 3):
-                self.give_gradients(lane, self.workload.untimed + step)
+            for step in range(self.workload.untimed + 2, self.first_round):
+                self.give_gradients(lane, step)
                 lane.warm_seconds = min(lane.warm_seconds, self.clock.time(lane.entrant.step))
         self.lanes[row.contender] = lane
 
@@ -162,7 +170,7 @@ class Race:
             starts = self.noise.cut(self.noise.start())
             if not untouched(starts, params, self.workload.with_gradients(step)):
                 return "changed parameters that have no gradient"
-        if step == self.checked:
+        if step == self.workload.untimed:
             row.deviation, reason = judge(self.noise.start(), flat(params), expected)
             return reason
         return ""
@@ -176,6 +184,17 @@ class Race:
         if not self.in_cache:
             self.memory.sweep()
 
+    def timed_step(self, name: str, step: int) -> float | None:
+        """Return the seconds of a step of a contender, or None if it is no longer in the race. Errors are recorded."""
+        if (lane := self.lanes.get(name)) is None:
+            return None
+        self.give_gradients(lane, step)
+        try:
+            return self.clock.time(lane.entrant.step)
+        except Exception as error:
+            self._failed(name, error)
+            return None
+
     def _rounds(self, progress: Progress) -> None:
         if not self.lanes:
             return
@@ -183,8 +202,8 @@ class Race:
         for name, lane in self.lanes.items():
             if name not in (OURS, baseline(self.lanes)) and lane.warm_seconds > max(SLOW * fastest, SLOW_SECONDS):
                 lane.turn = SLOW_TURN
-        first = self.workload.untimed + 4
-        watched = max(place for place, given in enumerate(self.workload.with_gradients(first)) if given)
+        first = self.workload.with_gradients(self.first_round)
+        watched = max(place for place, given in enumerate(first) if given)
         before = {name: lane.params[watched].detach().clone() for name, lane in self.lanes.items()}
         started, done = time.perf_counter(), 0
         while self.length.goes_on(done, started):
@@ -192,12 +211,9 @@ class Race:
             if not self.in_cache:
                 self.memory.measure()  # under the current load of the machine
             for name, lane in random.Random(done).sample(list(self.lanes.items()), len(self.lanes)):
-                if done % lane.turn == 0:
-                    self.give_gradients(lane, first + done)
-                    try:
-                        lane.seconds[done] = self.clock.time(lane.entrant.step)
-                    except Exception as error:
-                        self._failed(name, error)
+                turn = done % lane.turn == 0
+                if turn and (seconds := self.timed_step(name, self.first_round + done)) is not None:
+                    lane.seconds[done] = seconds
             done += 1
         for name, lane in self.lanes.items():
             if torch.equal(before[name], lane.params[watched]):
@@ -210,8 +226,7 @@ class Race:
             row = self.results[name]
             row.status, row.rounds, row.time = "ok", len(seconds), spread(seconds.values())
             row.baseline = baseline(timed)
-            ratios = [seconds[r] / timed[row.baseline][r] for r in seconds if r in timed[row.baseline]]
-            row.ratio = spread(ratios) if ratios else None
+            row.ratio = ratio(seconds, timed[row.baseline])
 
 
 def baseline(names: Collection[str]) -> str:
@@ -224,3 +239,9 @@ def spread(values: Collection[float]) -> Spread:
     values = list(values)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Spread(median, low, high)
+
+
+def ratio(seconds: Mapping[int, float], baseline: Mapping[int, float]) -> Spread | None:
+    """Return median and quartiles of the ratios in the rounds that both ran in, or None if there is no such round."""
+    ratios = [seconds[number] / baseline[number] for number in seconds if number in baseline]
+    return spread(ratios) if ratios else None

@@ -48,6 +48,8 @@ def sections(report: Report) -> list[Section]:
     found = [_machine(report)]
     if report.rows:
         found += [*(_race(report, race) for race in report.races()), _summary(report)]
+    if report.scaling:
+        found.append(_scaling(report))
     if report.first_steps:
         found.append(_first_steps(report))
     return [*found, Section("How to read this", lines=_legend(report))]
@@ -175,6 +177,25 @@ def _first_steps(report: Report) -> Section:
     return Section("What compiling costs: the first step of AdamW", headers, rows)
 
 
+def _scaling(report: Report) -> Section:
+    rows = [
+        [
+            row.workload,
+            row.optimizer,
+            row.contender,
+            str(row.threads),
+            row.time.milliseconds(),
+            row.to_one_thread.plain() if row.to_one_thread is not None else "",
+            row.ratio.plain() if row.ratio is not None else "",
+            str(row.rounds),
+        ]
+        for row in report.scaling
+    ]
+    baseline = report.scaling[0].baseline
+    headers = ("workload", "optimizer", "contender", "threads", "ms", "/ 1 thread", f"/ {baseline}", "rounds")
+    return Section("Thread scaling: a step with each number of threads", headers, rows)
+
+
 def _legend(report: Report) -> list[str]:
     return [
         "ms: median (quartiles) over the rounds. In each round the contenders step in a new order, on copies of the "
@@ -190,5 +211,7 @@ def _legend(report: Report) -> list[str]:
         "code from the cache directory, and is not part of ms. deviation: difference of these 2 steps, or of as many "
         "as the title says, from a float64 reference.",
         "recompiles: counted in 20 more steps with a schedule. graphs of torch.compile(step): total of the process.",
+        "Thread scaling: the number of threads changes between steps, in a new order in each round; the first step "
+        "after a change is not timed. / 1 thread: time divided by that with one thread in the same round.",
         "All results are for the device named at the top only.",
     ]

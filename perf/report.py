@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,25 @@ class FirstStep:
 
 
 @dataclass
+class ThreadRow:
+    """The step time of one contender with a number of threads.
+
+    ``to_one_thread`` is the time divided by that with one thread, ``ratio`` by that of ``baseline`` with as many
+    threads, each in the same round.
+    """
+
+    workload: str
+    optimizer: str
+    contender: str
+    threads: int
+    rounds: int
+    time: Spread
+    to_one_thread: Spread | None
+    baseline: str
+    ratio: Spread | None
+
+
+@dataclass
 class Report:
     """The results of a run. ``machine`` describes the environment; ``compare`` uses it to check comparability."""
 
@@ -105,6 +125,7 @@ class Report:
     interrupted: bool = False
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
+    scaling: list[ThreadRow] = field(default_factory=list)
     first_steps: list[FirstStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -132,8 +153,8 @@ class Report:
             content = json.loads(path.read_text())
             if content.pop("format") != FORMAT:
                 raise BadInput(f"{path} was written by another version of this report")
-            content["rows"] = [_row(row) for row in content["rows"]]
-            content["first_steps"] = [FirstStep(**first) for first in content["first_steps"]]
+            for name, kind in KINDS.items():
+                content[name] = [kind(**_spreads(row)) for row in content.get(name, [])]
             return cls(**content)
         except OSError as error:
             raise BadInput(f"cannot read {path}: {error.strerror}") from None
@@ -141,6 +162,14 @@ class Report:
             raise BadInput(f"{path} is not a report written by --json") from None
 
 
-def _row(content: dict[str, Any]) -> Row:
-    spreads = {key: Spread(**content[key]) for key in ("time", "ratio") if content[key] is not None}
-    return Row(**{**content, **spreads})
+KINDS: dict[str, Callable[..., Any]] = {
+    "rows": Row,
+    "scaling": ThreadRow,
+    "first_steps": FirstStep,
+}
+"""The lists of a report and the type of their elements."""
+
+
+def _spreads(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an element, with the objects in it converted to Spread."""
+    return {name: Spread(**value) if isinstance(value, dict) else value for name, value in content.items()}

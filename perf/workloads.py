@@ -13,7 +13,7 @@ Shapes = list[tuple[int, ...]]
 T = TypeVar("T")
 
 CHECKED_STEPS = 2
-"""The number of steps that are compared with the reference before the timing, if a workload does not ask for more."""
+"""The number of steps before the timing, which are compared with the reference, if a workload does not ask for more."""
 
 CYCLE = 1024
 """The number of steps after which the subsets of gradients repeat.
