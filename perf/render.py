@@ -52,6 +52,10 @@ def sections(report: Report) -> list[Section]:
         found.append(_scaling(report))
     if report.first_steps:
         found.append(_first_steps(report))
+    if report.new_processes:
+        found.append(_new_processes(report))
+    if report.host_costs:
+        found.append(_host_costs(report))
     return [*found, Section("How to read this", lines=_legend(report))]
 
 
@@ -196,6 +200,37 @@ def _scaling(report: Report) -> Section:
     return Section("Thread scaling: a step with each number of threads", headers, rows)
 
 
+def _new_processes(report: Report) -> Section:
+    rows = [
+        [
+            new.contender,
+            new.workload,
+            new.import_torch.seconds(),
+            new.until_stepped.seconds(),
+            ", ".join(new.imported) or "none",
+            str(new.processes),
+        ]
+        for new in report.new_processes
+    ]
+    headers = ("contender", "workload", "import torch s", "first step adds s", "compiler imported", "processes")
+    return Section("What the first step adds to import torch: a new process, compiled code on disk", headers, rows)
+
+
+def _host_costs(report: Report) -> Section:
+    rows = [
+        [
+            cost.what,
+            cost.contender,
+            cost.time.milliseconds(),
+            f"{cost.ratio.plain()} of {cost.baseline}" if cost.ratio is not None else "",
+            str(cost.rounds),
+        ]
+        for cost in report.host_costs
+    ]
+    headers = ("what", "contender", "ms", "ratio", "rounds")
+    return Section("What a further optimizer costs: AdamW, code compiled before", headers, rows)
+
+
 def _legend(report: Report) -> list[str]:
     return [
         "ms: median (quartiles) over the rounds. In each round the contenders step in a new order, on copies of the "
@@ -213,5 +248,7 @@ def _legend(report: Report) -> list[str]:
         "recompiles: counted in 20 more steps with a schedule. graphs of torch.compile(step): total of the process.",
         "Thread scaling: the number of threads changes between steps, in a new order in each round; the first step "
         "after a change is not timed. / 1 thread: time divided by that with one thread in the same round.",
+        "first step adds: from the end of import torch to the end of the first step, with the import of the optimizer. "
+        "compiler imported: the parts of torch's compiler that were loaded by then.",
         "All results are for the device named at the top only.",
     ]

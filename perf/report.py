@@ -27,6 +27,10 @@ class Spread:
         """Return median and quartiles in milliseconds, formatted for a table."""
         return f"{brief(self.median * 1e3)} ({brief(self.low * 1e3)}–{brief(self.high * 1e3)})"
 
+    def seconds(self) -> str:
+        """Return median and quartiles in seconds, formatted for a table."""
+        return f"{brief(self.median)} ({brief(self.low)}–{brief(self.high)})"
+
     def plain(self) -> str:
         """Return median and quartiles of a ratio, formatted for a table."""
         return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
@@ -114,6 +118,34 @@ class ThreadRow:
 
 
 @dataclass
+class NewProcess:
+    """The first step in new processes that find compiled code on disk.
+
+    ``import_torch`` is the time to import torch, ``until_stepped`` the time from there to the end of the first step, in
+    seconds. ``imported`` lists the parts of the compiler that were imported by then.
+    """
+
+    contender: str
+    workload: str
+    processes: int
+    import_torch: Spread
+    until_stepped: Spread
+    imported: list[str]
+
+
+@dataclass
+class HostCost:
+    """The time of one call of a contender in a process that has compiled its code, and the ratio to the baseline."""
+
+    what: str
+    contender: str
+    rounds: int
+    time: Spread
+    baseline: str
+    ratio: Spread | None
+
+
+@dataclass
 class Report:
     """The results of a run. ``machine`` describes the environment; ``compare`` uses it to check comparability."""
 
@@ -127,6 +159,8 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     scaling: list[ThreadRow] = field(default_factory=list)
     first_steps: list[FirstStep] = field(default_factory=list)
+    new_processes: list[NewProcess] = field(default_factory=list)
+    host_costs: list[HostCost] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def limit(self, row: Row) -> float | None:
@@ -166,6 +200,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "rows": Row,
     "scaling": ThreadRow,
     "first_steps": FirstStep,
+    "new_processes": NewProcess,
+    "host_costs": HostCost,
 }
 """The lists of a report and the type of their elements."""
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from perf import compile_cost
+from perf import compile_cost, host_costs
 from perf.busy import Others
 from perf.cases import DTYPES, SCALED, Case, choose
 from perf.contenders import CONTENDERS
@@ -164,11 +165,22 @@ def _jobs(request: Request, report: Report) -> list[tuple[str, Job]]:
             report.notes += scaling.errors()
 
     def first_steps(memory: Memory, progress: Progress) -> None:
-        try:
-            for first in compile_cost.measure(request.device.type, progress):
-                report.first_steps.append(first)
-        except compile_cost.ChildError as error:
-            report.notes.append(str(error))
+        device = request.device.type
+        with tempfile.TemporaryDirectory() as root:
+            try:
+                for first in compile_cost.first_steps(
+                    device, Path(root), lambda what, part: progress(what, 0.7 * part)
+                ):
+                    report.first_steps.append(first)
+                for new in compile_cost.new_processes(
+                    device, Path(root), lambda what, part: progress(what, 0.7 + 0.2 * part)
+                ):
+                    report.new_processes.append(new)
+            except compile_cost.ChildError as error:
+                report.notes.append(str(error))
+        progress("further optimizers", 0.9)
+        for cost in host_costs.measure(device):
+            report.host_costs.append(cost)
 
     jobs: list[tuple[str, Job]] = [(str(case), partial(race, case)) for case in request.cases]
     jobs += [(f"thread scaling of {workload}", partial(scale, workload)) for workload in request.scaling]
