@@ -27,6 +27,8 @@ SLOWEST = ("ours eager", "torch loop")
 
 DEFAULT = [
     *(Case(name, "AdamW") for name in ("tiny_mlp", "thousand_tensors", "resnet50", "gpt2_small")),
+    *(Case(name, "AdamW", without=SLOWEST) for name in ("random_half", "many_groups")),
+    *(Case(name, "SGD", without=SLOWEST) for name in ("tiny_mlp", "thousand_tensors")),
     *(Case(name, "AdamW+clip", without=SLOWEST) for name in ("resnet50", "gpt2_small")),
     *(Case(name, "AdamW", "bfloat16", SLOWEST) for name in ("resnet50", "gpt2_small")),
     *(Case("resnet50", name, without=SLOWEST) for name in ("SGD", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop")),
