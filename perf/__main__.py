@@ -30,7 +30,8 @@ def parser() -> Parser:
     made = Parser(
         prog="python -m perf",
         description="Measure the step time of the optimizers on this machine. Compare it with torch.optim, with other "
-        "packages and with the limit set by memory bandwidth. Measure the compile time of the first step. Without "
+        "packages and with the limit set by memory bandwidth. Measure how the step time changes with the number of "
+        "threads, and the cost of construction, compilation and the first step. Without "
         "--workload, --optimizer and --dtype, run a default list, which takes a few minutes. With any of these "
         "options, run every combination of the given values.",
     )
@@ -54,7 +55,16 @@ def parser() -> Parser:
         help="cpu (default), cuda, cuda:1, npu, ...; devices other than cpu are timed with events",
     )
     made.add_argument("--rounds", type=int, metavar="N", help="rounds of each race; default: about 4 seconds")
-    made.add_argument("--no-compile-cost", action="store_true", help="do not measure the first step in new processes")
+    scaling = made.add_mutually_exclusive_group()
+    scaling.add_argument(
+        "--thread-scaling",
+        action="append",
+        metavar="NAME",
+        help="the workload to measure with 1, 2, 4, ... threads; may be repeated; default: resnet50",
+    )
+    scaling.add_argument("--no-thread-scaling", action="store_true", help="do not measure with 1, 2, 4, ... threads")
+    made.add_argument("--no-races", action="store_true", help="measure thread scaling and compile cost only")
+    made.add_argument("--no-compile-cost", action="store_true", help="do not measure construction and the first step")
     made.add_argument("--load", type=Path, metavar="FILE", help="print a report saved by --json; measure nothing")
     made.add_argument("--compare", type=Path, metavar="FILE", help="print the changes since a report saved by --json")
     made.add_argument("--json", type=Path, metavar="FILE", help="save the report as JSON")
@@ -82,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             request = Request.of(
                 given.workload, given.optimizer, given.dtype, given.contender, given.device, given.rounds,
+                scaling=[] if given.no_thread_scaling else given.thread_scaling,
+                races=not given.no_races,
                 compile_cost=not given.no_compile_cost,
             )  # fmt: skip
             words = sys.argv[1:] if arguments is None else arguments

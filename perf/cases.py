@@ -27,12 +27,18 @@ SLOWEST = ("ours eager", "torch loop")
 
 DEFAULT = [
     *(Case(name, "AdamW") for name in ("tiny_mlp", "thousand_tensors", "resnet50", "gpt2_small")),
+    *(Case(name, "AdamW", without=SLOWEST) for name in ("random_half", "many_groups")),
+    *(Case(name, "SGD", without=SLOWEST) for name in ("tiny_mlp", "thousand_tensors")),
     *(Case(name, "AdamW+clip", without=SLOWEST) for name in ("resnet50", "gpt2_small")),
     *(Case(name, "AdamW", "bfloat16", SLOWEST) for name in ("resnet50", "gpt2_small")),
     *(Case("resnet50", name, without=SLOWEST) for name in ("SGD", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop")),
     Case("gpt2_small", "Lamb", without=SLOWEST),
 ]
 """The most important races; they take a few minutes."""
+
+
+SCALED = ("resnet50",)
+"""The workloads whose thread scaling is measured by default."""
 
 
 def choose(workloads: Sequence[str], optimizers: Sequence[str], dtypes: Sequence[str]) -> list[Case]:

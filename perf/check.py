@@ -10,8 +10,8 @@ from torch import Tensor
 from perf.contenders import CONTENDERS, REFERENCES, not_entered
 from perf.noise import Noise
 from perf.optimizers import Rule
+from perf.workloads import Workload
 
-CHECKED_STEPS = 2
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 """The largest deviation from the reference, relative to the length of the steps. It is 1 if nothing was stepped.
 
@@ -20,26 +20,33 @@ and Lamb divides by that norm.
 """
 
 
-def reference(rule: Rule, noise: Noise) -> Tensor:
-    """Return the parameters after the checked steps, as one flat tensor.
+def reference(rule: Rule, noise: Noise, workload: Workload) -> Tensor:
+    """Return the parameters after the untimed steps, as one flat tensor.
 
     The first available entry of REFERENCES computes them in float64 on the CPU, because not every device supports
     float64. It steps one tensor at a time if the rule has no norm over all gradients, because float64 copies of a whole
     model need more memory than everything else here.
     """
     made = next(CONTENDERS[name] for name in REFERENCES if not_entered(name, rule, "cpu", 0, asked=True) is None)
-    starts, windows = noise.cut(noise.start()), [noise.window(step) for step in range(1, 1 + CHECKED_STEPS)]
+    starts = noise.cut(noise.start())
+    steps = range(1, 1 + workload.untimed)
+    given, windows = [workload.with_gradients(step) for step in steps], [noise.window(step) for step in steps]
     places = range(len(starts))
     ends: list[Tensor] = []
     for part in [list(places)] if rule.norm else [[place] for place in places]:
         params: list[Tensor] = [torch.nn.Parameter(starts[place].cpu().double()) for place in part]
-        entrant = made.enter(rule, params)
-        for grads in windows:
+        entrant = made.enter(rule, workload.grouped(params) if rule.norm else [params])
+        for grads, present in zip(windows, given, strict=True):
             for param, place in zip(params, part, strict=True):
-                param.grad = grads[place].cpu().double()
+                param.grad = grads[place].cpu().double() if present[place] else None
             entrant.step()
         ends += [param.detach().float() for param in params]
     return flat(ends).to(noise.pool.device)
+
+
+def untouched(before: Sequence[Tensor], after: Sequence[Tensor], present: Sequence[bool]) -> bool:
+    """Return whether a step kept the values of all tensors that had no gradient."""
+    return all(had or torch.equal(old, new) for old, new, had in zip(before, after, present, strict=True))
 
 
 def judge(start: Tensor, end: Tensor, expected: Tensor) -> tuple[float, str]:

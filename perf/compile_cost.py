@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from perf.contenders import OURS
-from perf.report import FirstStep
+from perf.race import spread
+from perf.report import FirstStep, NewProcess
 
 RECIPE = "torch.compile(step)"
 COLD, SAME, WARM = (
@@ -28,24 +29,58 @@ PROCESSES: list[tuple[str, str, list[tuple[str, str]]]] = [
 ]
 """Cache directory, contender, and workloads in order. Each entry is one process."""
 
+AFTER_IMPORT = {OURS: ("compiled_optim", {}), "torch fused": ("torch.optim", {"fused": True})}
+"""The module and the options of the contenders that are compared with ``import torch``."""
+
+AFTER_IMPORT_CACHE, AFTER_IMPORT_WORKLOAD, AFTER_IMPORT_ROUNDS = "second", "tiny_mlp", 3
+
+Progress = Callable[[str, float], None]
+
 
 class ChildError(Exception):
     """A child process failed. The message is one line for the report."""
 
 
-def measure(device: str, progress: Callable[[str, float], None]) -> Iterator[FirstStep]:
-    """Run the processes one after the other and yield their first steps."""
-    with tempfile.TemporaryDirectory() as root:
-        for done, (cache, contender, plan) in enumerate(PROCESSES):
-            progress(f"first step of {contender} on {plan[0][0]}, {plan[0][1]}", done / len(PROCESSES))
-            command = [sys.executable, "-m", "perf.first_step", contender, device, *(name for name, _ in plan)]
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(root, cache))}
-            result = subprocess.run(
-                command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent
-            )
-            if result.returncode:
-                said = result.stderr.strip().splitlines() or ["no message"]
-                raise ChildError(f"first step of {contender} on {plan[0][0]} failed: {said[-1]}")
-            lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-            for (workload, situation), counts in zip(plan, lines, strict=True):
-                yield FirstStep(contender, workload, situation, **counts)
+def first_steps(device: str, root: Path, progress: Progress) -> Iterator[FirstStep]:
+    """Run the processes one after the other, with cache directories in ``root``, and yield their first steps."""
+    for done, (cache, contender, plan) in enumerate(PROCESSES):
+        what = f"first step of {contender} on {plan[0][0]}"
+        progress(f"{what}, {plan[0][1]}", done / len(PROCESSES))
+        words = ["perf.first_step", contender, device, *(name for name, _ in plan)]
+        for (workload, situation), counts in zip(plan, child(what, words, root / cache), strict=True):
+            yield FirstStep(contender, workload, situation, **counts)
+
+
+def new_processes(device: str, root: Path, progress: Progress) -> Iterator[NewProcess]:
+    """Measure what the first step adds to ``import torch`` in new processes, with compiled code on disk.
+
+    The contenders take turns. The first process of each is not counted: it fills the cache directory if ``first_steps``
+    did not, and reads files that later processes find in memory.
+    """
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in AFTER_IMPORT}
+    for done in range(1 + AFTER_IMPORT_ROUNDS):
+        for contender, (module, options) in AFTER_IMPORT.items():
+            what = f"first step of {contender} after import torch"
+            progress(what, done / (1 + AFTER_IMPORT_ROUNDS))
+            words = ["perf.new_process", module, json.dumps(options), AFTER_IMPORT_WORKLOAD, device]
+            found[contender] += child(what, words, root / AFTER_IMPORT_CACHE)
+    for contender, (_, *counted) in found.items():
+        importing = spread([process["import_torch"] for process in counted])
+        stepping = spread([process["until_stepped"] for process in counted])
+        imported = counted[-1]["imported"]
+        yield NewProcess(contender, AFTER_IMPORT_WORKLOAD, len(counted), importing, stepping, imported)
+
+
+def child(what: str, words: list[str], cache: Path) -> list[dict[str, Any]]:
+    """Run a module in a new process with this cache directory, and return the lines of JSON that it prints."""
+    result = subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    if result.returncode:
+        said = result.stderr.strip().splitlines() or ["no message"]
+        raise ChildError(f"{what} failed: {said[-1]}")
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

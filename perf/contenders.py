@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 import compiled_optim as co
 from perf.optimizers import Rule
 
-Maker = Callable[[Rule, list[Tensor]], torch.optim.Optimizer]
+Groups = list[dict[str, Any]]
+Maker = Callable[[Rule, Groups], torch.optim.Optimizer]
 
 
 @dataclass
@@ -56,15 +57,20 @@ class Contender:
             return None
         return "not installed: pip install .[peers]"
 
-    def enter(self, rule: Rule, params: list[Tensor]) -> Entrant:
-        """Construct the optimizer for these parameters."""
-        optimizer = self.make(rule, params)
+    def construct(self, rule: Rule, groups: Sequence[list[Tensor]]) -> torch.optim.Optimizer:
+        """Construct the optimizer for these parameter groups."""
+        return self.make(rule, [{"params": params} for params in groups])
+
+    def enter(self, rule: Rule, groups: Sequence[list[Tensor]]) -> Entrant:
+        """Construct the optimizer for these parameter groups, and the function that runs its full step."""
+        optimizer = self.construct(rule, groups)
         run: Callable[[], object] = optimizer.step
         if self.compile_step:
             # the recipe of the PyTorch documentation
             run = torch.compile(lambda: optimizer.step(), fullgraph=False)
         if rule.clip is None or self.clips:
             return Entrant(optimizer, run)
+        params = [param for group in groups for param in group]
         clip = partial(torch.nn.utils.clip_grad_norm_, params, rule.clip, foreach=self.foreach)
 
         def clip_and_step() -> None:
@@ -74,31 +80,31 @@ class Contender:
         return Entrant(optimizer, clip_and_step)
 
 
-def _ours(rule: Rule, params: list[Tensor], **how: Any) -> torch.optim.Optimizer:
+def _ours(rule: Rule, groups: Groups, **how: Any) -> torch.optim.Optimizer:
     clip = {"max_grad_norm": rule.clip} if rule.clip is not None else {}
-    made: torch.optim.Optimizer = getattr(co, rule.ours)(params, **rule.options, **clip, **how)
+    made: torch.optim.Optimizer = getattr(co, rule.ours)(groups, **rule.options, **clip, **how)
     return made
 
 
-def _torch(rule: Rule, params: list[Tensor], **how: Any) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = getattr(torch.optim, rule.ours)(params, **{**rule.options, **how})
+def _torch(rule: Rule, groups: Groups, **how: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = getattr(torch.optim, rule.ours)(groups, **{**rule.options, **how})
     return made
 
 
-def _recipe_optimizer(rule: Rule, params: list[Tensor]) -> torch.optim.Optimizer:
-    lr = torch.tensor(rule.options["lr"], device=params[0].device)
+def _recipe_optimizer(rule: Rule, groups: Groups) -> torch.optim.Optimizer:
+    lr = torch.tensor(rule.options["lr"], device=groups[0]["params"][0].device)
     capturable = {"capturable": True} if rule.ours in ("RMSprop", "Adadelta") else {}
-    return _torch(rule, params, lr=lr, **capturable)
+    return _torch(rule, groups, lr=lr, **capturable)
 
 
 def _published(module: str) -> tuple[Maker, Callable[[Rule], bool]]:
     """Return the constructor of a module's optimizers, and a function that tells which rules the module provides."""
 
-    def make(rule: Rule, params: list[Tensor]) -> torch.optim.Optimizer:
+    def make(rule: Rule, groups: Groups) -> torch.optim.Optimizer:
         found = rule.published(module)
         assert found is not None
         cls = getattr(importlib.import_module(module), found.name)
-        made: torch.optim.Optimizer = cls(params, **rule.options, **found.options)
+        made: torch.optim.Optimizer = cls(groups, **rule.options, **found.options)
         return made
 
     return make, lambda rule: rule.published(module) is not None
@@ -123,7 +129,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
 }
 
-BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "ours eager")
+BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "deepspeed", "ours eager")
 """The baseline of the ratios is the first of these that was measured."""
 
 REFERENCES = ("torch loop", "adamp", "usual foreach", "ours eager")

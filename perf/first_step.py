@@ -29,12 +29,12 @@ def compiled_by_dynamo() -> int:
 
 def first_step(contender: str, workload: str, device: str) -> dict[str, float | int | None]:
     """Measure the first step, including the import of the compiler, and count graphs and recompiles."""
-    shapes = WORKLOADS[workload]()
+    shapes = WORKLOADS[workload].shapes
     params: list[torch.Tensor] = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     for param in params:
         param.grad = torch.ones_like(param)
     start = time.perf_counter()
-    entrant = CONTENDERS[contender].enter(RULES["AdamW"], params)
+    entrant = CONTENDERS[contender].enter(RULES["AdamW"], WORKLOADS[workload].grouped(params))
     entrant.step()
     if device != "cpu":
         torch.get_device_module(device).synchronize()

@@ -10,6 +10,7 @@ import torch
 from tabulate import tabulate
 
 import compiled_optim as co
+from perf.race import spread
 from perf.workloads import WORKLOADS
 
 ROUNDS = {"tiny_mlp": 3000, "thousand_tensors": 150}
@@ -21,8 +22,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, workload: str) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in WORKLOADS[workload]())
-        for layer, shape in zip(self.layers, WORKLOADS[workload](), strict=True):
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in WORKLOADS[workload].shapes)
+        for layer, shape in zip(self.layers, WORKLOADS[workload].shapes, strict=True):
             layer.weight = torch.nn.Parameter(torch.randn(shape))
             layer.weight.grad = torch.randn(shape)
 
@@ -48,14 +49,23 @@ def made(workload: str, make: Callable[..., co.Optimizer], watched: bool, guarde
 
 
 def measure(workload: str, make: Callable[..., co.Optimizer], watched: bool) -> list[object]:
-    """Return a table row: median microseconds with and without the guard, its share, and the cost per tensor."""
+    """Return a table row: median microseconds with and without the guard, its share, and the cost per tensor.
+
+    The share has its quartiles over the rounds. The two optimizers take turns in being first.
+    """
     pair = [made(workload, make, watched, guarded) for guarded in (True, False)]
-    times = [[seconds(optimizer) for optimizer in pair] for _ in range(ROUNDS[workload])]
+    times = []
+    for number in range(ROUNDS[workload]):
+        order = (0, 1) if number % 2 else (1, 0)
+        taken = {place: seconds(pair[place]) for place in order}
+        times.append((taken[0], taken[1]))
     on, off = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
-    each = (on - off) / len(WORKLOADS[workload]())
+    each = (on - off) / len(WORKLOADS[workload].shapes)
     given = "module" if watched else "parameters"
     name = type(pair[0]).__name__
-    return [workload, name, given, f"{on:.0f}", f"{off:.0f}", f"{1 - off / on:.1%}", f"{each:.2f}"]
+    share = spread([1 - without / with_guard for with_guard, without in times])
+    quartiles = f"{share.median:.1%} ({share.low:.1%}–{share.high:.1%})"
+    return [workload, name, given, f"{on:.0f}", f"{off:.0f}", quartiles, f"{each:.2f}"]
 
 
 def main() -> None:

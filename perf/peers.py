@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
-class ForeachLamb(torch.optim.Optimizer):
-    """LAMB. With ``trust=False`` and ``clip`` it is BertAdam."""
+class _Foreach(torch.optim.Optimizer):
+    """Step each parameter group with lists of the parameters that have gradients, of their gradients and states."""
+
+    states: ClassVar[dict[str, float]]
+    """The names of the states and their first values."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run one step."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {name: torch.full_like(param, value) for name, value in self.states.items()}
+            states = ([self.state[param][name] for param in params] for name in self.states)
+            self.update(group, params, [param.grad for param in params], *states)
+
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: Any, *states: list[Tensor]) -> None:
+        """Update the parameters and states of a group in place."""
+        raise NotImplementedError
+
+
+class ForeachLamb(_Foreach):
+    """LAMB. With ``trust=False`` and ``clip`` it is BertAdam, which clips each group by its own norm."""
+
+    states: ClassVar = {"m": 0.0, "v": 0.0}
 
     def __init__(
         self,
-        params: list[Tensor],
+        params: Any,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -23,24 +49,19 @@ class ForeachLamb(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust": trust, "clip": clip}
         super().__init__(params, defaults)
-        self.m = [torch.zeros_like(param) for param in params]
-        self.v = [torch.zeros_like(param) for param in params]
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Run one step. There is only one parameter group."""
-        group = self.param_groups[0]
-        params, (beta1, beta2) = group["params"], group["betas"]
-        grads: Any = [param.grad for param in params]
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: Any, *states: list[Tensor]) -> None:
+        """Update the parameters and states of a group in place."""
+        (m, v), (beta1, beta2) = states, group["betas"]
         if group["clip"] is not None:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
             grads = torch._foreach_mul(grads, (group["clip"] / (norm + 1e-6)).clamp(max=1.0))
-        torch._foreach_lerp_(self.m, grads, 1 - beta1)
-        torch._foreach_mul_(self.v, beta2)
-        torch._foreach_addcmul_(self.v, grads, grads, 1 - beta2)
-        denominator = torch._foreach_sqrt(self.v)
+        torch._foreach_lerp_(m, grads, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+        denominator = torch._foreach_sqrt(v)
         torch._foreach_add_(denominator, group["eps"])
-        update: Any = torch._foreach_div(self.m, denominator)
+        update: Any = torch._foreach_div(m, denominator)
         torch._foreach_add_(update, params, alpha=group["weight_decay"])
         if group["trust"]:
             weights = torch.stack(torch._foreach_norm(params)).clamp(max=10.0)
@@ -50,19 +71,18 @@ class ForeachLamb(torch.optim.Optimizer):
         torch._foreach_add_(params, update, alpha=-group["lr"])
 
 
-class ForeachRMSpropTF(torch.optim.Optimizer):
+class ForeachRMSpropTF(_Foreach):
     """RMSprop of TensorFlow, without momentum: the average starts at one, and epsilon is inside the square root."""
 
-    def __init__(self, params: list[Tensor], lr: float = 1e-2, alpha: float = 0.9, eps: float = 1e-10) -> None:
-        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
-        self.squares = [torch.ones_like(param) for param in params]
+    states: ClassVar = {"squares": 1.0}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Run one step. There is only one parameter group."""
-        group = self.param_groups[0]
-        grads: Any = [param.grad for param in group["params"]]
-        torch._foreach_lerp_(self.squares, torch._foreach_mul(grads, grads), 1 - group["alpha"])
-        denominator = torch._foreach_add(self.squares, group["eps"])
+    def __init__(self, params: Any, lr: float = 1e-2, alpha: float = 0.9, eps: float = 1e-10) -> None:
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
+
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: Any, *states: list[Tensor]) -> None:
+        """Update the parameters and states of a group in place."""
+        (squares,) = states
+        torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 1 - group["alpha"])
+        denominator = torch._foreach_add(squares, group["eps"])
         torch._foreach_sqrt_(denominator)
-        torch._foreach_addcdiv_(group["params"], grads, denominator, value=-group["lr"])
+        torch._foreach_addcdiv_(params, grads, denominator, value=-group["lr"])

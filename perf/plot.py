@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from perf.contenders import CONTENDERS, OURS
 from perf.report import BadInput, Report, Row
-from perf.workloads import TITLES
+from perf.workloads import WORKLOADS
 
 COLORS = {
     OURS: "#c8102e",
@@ -127,7 +127,7 @@ def _limit(race: Sequence[Row], report: Report) -> float | None:
 
 def _label(row: Row, same_baseline: bool) -> str:
     dtype = "" if row.dtype == "float32" else f", {row.dtype}"
-    lines = [TITLES[row.workload], f"{row.optimizer}{dtype}"]
+    lines = [WORKLOADS[row.workload].title, f"{row.optimizer}{dtype}"]
     if not same_baseline:
         lines.append(f"against {row.baseline}")
     return "\n".join(lines)

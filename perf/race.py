@@ -2,7 +2,8 @@
 
 Each contender is first checked against a float64 reference, so that an optimizer that skips work is reported as an
 error. New gradients are copied into the same buffers right before each step of each contender, because some optimizers
-clear or modify them. If the workload is larger than the cache, the cache is then evicted. Each round has another order.
+clear or modify them. Only the step is timed. If the workload is larger than the cache, the cache is evicted before the
+step. Each round has another order.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,20 +19,23 @@ import torch._dynamo
 from torch import Tensor
 
 from perf.cases import DTYPES, Case
-from perf.check import CHECKED_STEPS, flat, judge, reference
+from perf.check import flat, judge, reference, untouched
 from perf.clock import Clock
 from perf.contenders import BASELINES, CONTENDERS, OURS, Entrant, not_entered
 from perf.memory import Memory, extra_bytes
 from perf.noise import Noise
 from perf.optimizers import RULES
 from perf.report import Row, Spread
-from perf.workloads import WORKLOADS, elements
+from perf.workloads import CHECKED_STEPS, WORKLOADS, elements
 
 SLOW, SLOW_SECONDS, SLOW_TURN = 3.0, 0.05, 4
 """A contender slower than SLOW times the fastest one and than SLOW_SECONDS runs only in every SLOW_TURN-th round.
 
 This does not apply to ours and to the baseline, because their ratio is the main result.
 """
+
+WARM_STEPS = 3
+"""The steps between the check and the first round: one measures memory, the others tell who is slow."""
 
 Progress = Callable[[str, float], None]
 
@@ -83,16 +87,19 @@ class Race:
         self.case, self.device, self.memory, self.length = case, device, memory, length
         self.rule, self.dtype = RULES[case.optimizer], DTYPES[case.dtype]
         self.clock = Clock(device)
-        self.shapes = WORKLOADS[case.workload]()
-        size = elements(self.shapes)
+        self.workload = WORKLOADS[case.workload]
+        shapes = self.workload.shapes
+        size = elements(shapes)
         footprint = size * self.dtype.itemsize * (2 + self.rule.measured.states)
         self.in_cache = memory.fits(footprint)
         needed = self.rule.bytes_per_parameter(self.dtype.itemsize)
-        row = Row(*(case.workload, case.optimizer, case.dtype, ""), len(self.shapes), size, needed, self.in_cache)
+        row = Row(*(case.workload, case.optimizer, case.dtype, ""), len(shapes), size, needed, self.in_cache)
+        row.about, row.present = self.workload.about, self.workload.present
         self.results = {name: replace(row, contender=name, status="interrupted") for name in asked or CONTENDERS}
         self.lanes: dict[str, Lane] = {}
+        self.first_round = self.workload.untimed + WARM_STEPS + 1
         for name, result in self.results.items():
-            if (why := not_entered(name, self.rule, device.type, len(self.shapes), bool(asked))) is not None:
+            if (why := not_entered(name, self.rule, device.type, len(shapes), bool(asked))) is not None:
                 result.status, result.reason = why
             elif name in case.without and not asked:
                 result.status, result.reason = "skipped", f"to save time: --workload {case.workload}"
@@ -100,22 +107,27 @@ class Race:
     def run(self, progress: Progress) -> None:
         """Check all contenders, then time them in rounds. Results are kept if this is interrupted."""
         try:
-            self._warm_up(progress)
+            self.warm_up(progress)
             self._rounds(progress)
         finally:
             self._summarise()
-            self.lanes.clear()
-            torch._dynamo.reset()  # the recompiles of this race must not count toward the limit in the next
+            self.close()
+
+    def close(self) -> None:
+        """Release the parameters, and what torch.compile kept."""
+        self.lanes.clear()
+        torch._dynamo.reset()  # the recompiles of this race must not count toward the limit in the next
 
     def rows(self) -> list[Row]:
         """Return a row for each contender, in the order they were requested or of CONTENDERS."""
         return list(self.results.values())
 
-    def _warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> None:
+        """Check all contenders. Those that pass are in ``lanes``."""
         progress("preparing", 0.0)
-        self.noise = Noise(self.shapes, self.dtype, self.device)
+        self.noise = Noise(self.workload.shapes, self.dtype, self.device)
         self.buffers = [torch.empty_like(value) for value in self.noise.window(0)]
-        expected = reference(self.rule, self.noise)
+        expected = reference(self.rule, self.noise, self.workload)
         for row in [row for row in self.results.values() if row.status == "interrupted"]:
             progress(f"checking {row.contender}", 0.1)
             try:
@@ -133,30 +145,55 @@ class Race:
         """Warm a contender up, and add it to the race if its first steps are correct."""
         began = time.perf_counter()
         params = self.noise.parameters(self.dtype)
-        lane = Lane(params, CONTENDERS[row.contender].enter(self.rule, params))
+        lane = Lane(params, CONTENDERS[row.contender].enter(self.rule, self.workload.grouped(params)))
         # beyond the recompile limit, torch.compile falls back to eager without an error
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            for step in range(1, 1 + CHECKED_STEPS):
-                self._give_gradients(lane, step)
+            for step in range(1, 1 + self.workload.untimed):
+                self.give_gradients(lane, step)
                 lane.entrant.step()
-            row.warmup_seconds = time.perf_counter() - began
-            row.deviation, row.reason = judge(self.noise.start(), flat(params), expected)
-            if row.reason:
-                row.status = "error"
-                return
-            self._give_gradients(lane, 0)
+                if step == CHECKED_STEPS:
+                    row.warmup_seconds = time.perf_counter() - began
+                row.reason = self._wrong(row, params, step, expected)
+                if row.reason:
+                    row.status = "error"
+                    return
+            self.give_gradients(lane, self.workload.untimed + 1)
             row.extra_bytes = extra_bytes(lane.entrant.step, self.device)
-            for step in range(2):
-                self._give_gradients(lane, step)
+            for step in range(self.workload.untimed + 2, self.first_round):
+                self.give_gradients(lane, step)
                 lane.warm_seconds = min(lane.warm_seconds, self.clock.time(lane.entrant.step))
         self.lanes[row.contender] = lane
 
-    def _give_gradients(self, lane: Lane, window: int) -> None:
-        torch._foreach_copy_(self.buffers, self.noise.window(window))
-        for param, buffer in zip(lane.params, self.buffers, strict=True):
-            param.grad = buffer
+    def _wrong(self, row: Row, params: list[Tensor], step: int, expected: Tensor) -> str:
+        """Return what is wrong with the parameters after a step of the warm-up, or an empty string."""
+        if step == 1 and self.workload.present < 1:
+            starts = self.noise.cut(self.noise.start())
+            if not untouched(starts, params, self.workload.with_gradients(step)):
+                return "changed parameters that have no gradient"
+        if step == self.workload.untimed:
+            row.deviation, reason = judge(self.noise.start(), flat(params), expected)
+            return reason
+        return ""
+
+    def give_gradients(self, lane: Lane, step: int) -> None:
+        """Copy the gradients of a step into the buffers, and assign them to the parameters that have one."""
+        torch._foreach_copy_(self.buffers, self.noise.window(step))
+        present = self.workload.with_gradients(step)
+        for param, buffer, given in zip(lane.params, self.buffers, present, strict=True):
+            param.grad = buffer if given else None
         if not self.in_cache:
             self.memory.sweep()
+
+    def timed_step(self, name: str, step: int) -> float | None:
+        """Return the seconds of a step of a contender, or None if it is no longer in the race. Errors are recorded."""
+        if (lane := self.lanes.get(name)) is None:
+            return None
+        self.give_gradients(lane, step)
+        try:
+            return self.clock.time(lane.entrant.step)
+        except Exception as error:
+            self._failed(name, error)
+            return None
 
     def _rounds(self, progress: Progress) -> None:
         if not self.lanes:
@@ -165,22 +202,21 @@ class Race:
         for name, lane in self.lanes.items():
             if name not in (OURS, baseline(self.lanes)) and lane.warm_seconds > max(SLOW * fastest, SLOW_SECONDS):
                 lane.turn = SLOW_TURN
-        before = {name: lane.params[-1].detach().clone() for name, lane in self.lanes.items()}
+        first = self.workload.with_gradients(self.first_round)
+        watched = max(place for place, given in enumerate(first) if given)
+        before = {name: lane.params[watched].detach().clone() for name, lane in self.lanes.items()}
         started, done = time.perf_counter(), 0
         while self.length.goes_on(done, started):
             progress("racing", 0.2 + 0.8 * self.length.fraction(done, started))
             if not self.in_cache:
                 self.memory.measure()  # under the current load of the machine
             for name, lane in random.Random(done).sample(list(self.lanes.items()), len(self.lanes)):
-                if done % lane.turn == 0:
-                    self._give_gradients(lane, CHECKED_STEPS + 1 + done)
-                    try:
-                        lane.seconds[done] = self.clock.time(lane.entrant.step)
-                    except Exception as error:
-                        self._failed(name, error)
+                turn = done % lane.turn == 0
+                if turn and (seconds := self.timed_step(name, self.first_round + done)) is not None:
+                    lane.seconds[done] = seconds
             done += 1
         for name, lane in self.lanes.items():
-            if torch.equal(before[name], lane.params[-1]):
+            if torch.equal(before[name], lane.params[watched]):
                 self.results[name].status, self.results[name].reason = "error", "stopped stepping while it was timed"
                 lane.seconds.clear()
 
@@ -190,8 +226,7 @@ class Race:
             row = self.results[name]
             row.status, row.rounds, row.time = "ok", len(seconds), spread(seconds.values())
             row.baseline = baseline(timed)
-            ratios = [seconds[r] / timed[row.baseline][r] for r in seconds if r in timed[row.baseline]]
-            row.ratio = spread(ratios) if ratios else None
+            row.ratio = ratio(seconds, timed[row.baseline])
 
 
 def baseline(names: Collection[str]) -> str:
@@ -204,3 +239,9 @@ def spread(values: Collection[float]) -> Spread:
     values = list(values)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Spread(median, low, high)
+
+
+def ratio(seconds: Mapping[int, float], baseline: Mapping[int, float]) -> Spread | None:
+    """Return median and quartiles of the ratios in the rounds that both ran in, or None if there is no such round."""
+    ratios = [seconds[number] / baseline[number] for number in seconds if number in baseline]
+    return spread(ratios) if ratios else None

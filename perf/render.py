@@ -48,8 +48,14 @@ def sections(report: Report) -> list[Section]:
     found = [_machine(report)]
     if report.rows:
         found += [*(_race(report, race) for race in report.races()), _summary(report)]
+    if report.scaling:
+        found.append(_scaling(report))
     if report.first_steps:
         found.append(_first_steps(report))
+    if report.new_processes:
+        found.append(_new_processes(report))
+    if report.host_costs:
+        found.append(_host_costs(report))
     return [*found, Section("How to read this", lines=_legend(report))]
 
 
@@ -75,6 +81,7 @@ def _race(report: Report, race: Sequence[Row]) -> Section:
         f"{first.workload}, {first.optimizer}, {first.dtype}: {first.tensors:,} tensors, "
         f"{first.parameters:,} parameters, {first.bytes_per_parameter} B to move for each"
         + (f", limit {brief(limit * 1e3)} ms" if limit else "")
+        + (f"; {first.about}" if first.about else "")
     )
     measured = [row for row in race if row.time is not None]
     baseline = measured[0].baseline if measured else "baseline"
@@ -92,7 +99,7 @@ def _race(report: Report, race: Sequence[Row]) -> Section:
     rows = []
     for row in measured:
         assert row.time is not None
-        worth = report.bytes_per_second * row.time.median / row.parameters
+        worth = report.bytes_per_second * row.time.median / row.stepped
         rows.append([
             row.contender,
             row.time.milliseconds(),
@@ -174,6 +181,56 @@ def _first_steps(report: Report) -> Section:
     return Section("What compiling costs: the first step of AdamW", headers, rows)
 
 
+def _scaling(report: Report) -> Section:
+    rows = [
+        [
+            row.workload,
+            row.optimizer,
+            row.contender,
+            str(row.threads),
+            row.time.milliseconds(),
+            row.to_one_thread.plain() if row.to_one_thread is not None else "",
+            row.ratio.plain() if row.ratio is not None else "",
+            str(row.rounds),
+        ]
+        for row in report.scaling
+    ]
+    baseline = report.scaling[0].baseline
+    headers = ("workload", "optimizer", "contender", "threads", "ms", "/ 1 thread", f"/ {baseline}", "rounds")
+    return Section("Thread scaling: a step with each number of threads", headers, rows)
+
+
+def _new_processes(report: Report) -> Section:
+    rows = [
+        [
+            new.contender,
+            new.workload,
+            new.import_torch.seconds(),
+            new.until_stepped.seconds(),
+            ", ".join(new.imported) or "none",
+            str(new.processes),
+        ]
+        for new in report.new_processes
+    ]
+    headers = ("contender", "workload", "import torch s", "first step adds s", "compiler imported", "processes")
+    return Section("What the first step adds to import torch: a new process, compiled code on disk", headers, rows)
+
+
+def _host_costs(report: Report) -> Section:
+    rows = [
+        [
+            cost.what,
+            cost.contender,
+            cost.time.milliseconds(),
+            f"{cost.ratio.plain()} of {cost.baseline}" if cost.ratio is not None else "",
+            str(cost.rounds),
+        ]
+        for cost in report.host_costs
+    ]
+    headers = ("what", "contender", "ms", "ratio", "rounds")
+    return Section("What a further optimizer costs: AdamW, code compiled before", headers, rows)
+
+
 def _legend(report: Report) -> list[str]:
     return [
         "ms: median (quartiles) over the rounds. In each round the contenders step in a new order, on copies of the "
@@ -186,8 +243,12 @@ def _legend(report: Report) -> list[str]:
         '"cache": much of the workload fits in the cache, so memory bandwidth is not the limit. For larger workloads '
         "the cache is evicted before each step.",
         "extra MB: peak memory that a step allocates. warm-up: construction and the first 2 steps; it may use compiled "
-        "code from the cache directory, and is not part of ms. deviation: difference of these 2 steps from a float64 "
-        "reference.",
+        "code from the cache directory, and is not part of ms. deviation: difference of these 2 steps, or of as many "
+        "as the title says, from a float64 reference.",
         "recompiles: counted in 20 more steps with a schedule. graphs of torch.compile(step): total of the process.",
+        "Thread scaling: the number of threads changes between steps, in a new order in each round; the first step "
+        "after a change is not timed. / 1 thread: time divided by that with one thread in the same round.",
+        "first step adds: from the end of import torch to the end of the first step, with the import of the optimizer. "
+        "compiler imported: the parts of torch's compiler that were loaded by then.",
         "All results are for the device named at the top only.",
     ]

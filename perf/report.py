@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ class Spread:
         """Return median and quartiles in milliseconds, formatted for a table."""
         return f"{brief(self.median * 1e3)} ({brief(self.low * 1e3)}–{brief(self.high * 1e3)})"
 
+    def seconds(self) -> str:
+        """Return median and quartiles in seconds, formatted for a table."""
+        return f"{brief(self.median)} ({brief(self.low)}–{brief(self.high)})"
+
     def plain(self) -> str:
         """Return median and quartiles of a ratio, formatted for a table."""
         return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
@@ -44,7 +49,8 @@ class Row:
     ``status`` is "ok", "error" (an exception or a wrong result), "absent" (not installed), "none" (the implementation
     does not exist), "skipped" or "interrupted"; ``reason`` gives details. Times are in seconds. ``ratio`` is the time
     divided by that of ``baseline``, over the rounds that both ran in. ``deviation`` is the difference of the first
-    steps from the float64 reference, relative to the length of the steps.
+    steps from the float64 reference, relative to the length of the steps. ``about`` describes groups and gradients;
+    ``present`` is the share of the tensors that have gradients in a step.
     """
 
     workload: str
@@ -64,6 +70,13 @@ class Row:
     warmup_seconds: float | None = None
     deviation: float | None = None
     extra_bytes: int | None = None
+    about: str = ""
+    present: float = 1.0
+
+    @property
+    def stepped(self) -> float:
+        """The number of parameters that a step changes."""
+        return self.parameters * self.present
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -86,6 +99,53 @@ class FirstStep:
 
 
 @dataclass
+class ThreadRow:
+    """The step time of one contender with a number of threads.
+
+    ``to_one_thread`` is the time divided by that with one thread, ``ratio`` by that of ``baseline`` with as many
+    threads, each in the same round.
+    """
+
+    workload: str
+    optimizer: str
+    contender: str
+    threads: int
+    rounds: int
+    time: Spread
+    to_one_thread: Spread | None
+    baseline: str
+    ratio: Spread | None
+
+
+@dataclass
+class NewProcess:
+    """The first step in new processes that find compiled code on disk.
+
+    ``import_torch`` is the time to import torch, ``until_stepped`` the time from there to the end of the first step, in
+    seconds. ``imported`` lists the parts of the compiler that were imported by then.
+    """
+
+    contender: str
+    workload: str
+    processes: int
+    import_torch: Spread
+    until_stepped: Spread
+    imported: list[str]
+
+
+@dataclass
+class HostCost:
+    """The time of one call of a contender in a process that has compiled its code, and the ratio to the baseline."""
+
+    what: str
+    contender: str
+    rounds: int
+    time: Spread
+    baseline: str
+    ratio: Spread | None
+
+
+@dataclass
 class Report:
     """The results of a run. ``machine`` describes the environment; ``compare`` uses it to check comparability."""
 
@@ -97,14 +157,17 @@ class Report:
     interrupted: bool = False
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
+    scaling: list[ThreadRow] = field(default_factory=list)
     first_steps: list[FirstStep] = field(default_factory=list)
+    new_processes: list[NewProcess] = field(default_factory=list)
+    host_costs: list[HostCost] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def limit(self, row: Row) -> float | None:
         """Return the least seconds of a step at the measured bandwidth, or None if ``row.in_cache``."""
         if row.in_cache or not self.bytes_per_second:
             return None
-        return row.bytes_per_parameter * row.parameters / self.bytes_per_second
+        return row.bytes_per_parameter * row.stepped / self.bytes_per_second
 
     def races(self) -> list[list[Row]]:
         """Return the rows grouped by race, in the order of the run."""
@@ -124,8 +187,8 @@ class Report:
             content = json.loads(path.read_text())
             if content.pop("format") != FORMAT:
                 raise BadInput(f"{path} was written by another version of this report")
-            content["rows"] = [_row(row) for row in content["rows"]]
-            content["first_steps"] = [FirstStep(**first) for first in content["first_steps"]]
+            for name, kind in KINDS.items():
+                content[name] = [kind(**_spreads(row)) for row in content.get(name, [])]
             return cls(**content)
         except OSError as error:
             raise BadInput(f"cannot read {path}: {error.strerror}") from None
@@ -133,6 +196,16 @@ class Report:
             raise BadInput(f"{path} is not a report written by --json") from None
 
 
-def _row(content: dict[str, Any]) -> Row:
-    spreads = {key: Spread(**content[key]) for key in ("time", "ratio") if content[key] is not None}
-    return Row(**{**content, **spreads})
+KINDS: dict[str, Callable[..., Any]] = {
+    "rows": Row,
+    "scaling": ThreadRow,
+    "first_steps": FirstStep,
+    "new_processes": NewProcess,
+    "host_costs": HostCost,
+}
+"""The lists of a report and the type of their elements."""
+
+
+def _spreads(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an element, with the objects in it converted to Spread."""
+    return {name: Spread(**value) if isinstance(value, dict) else value for name, value in content.items()}

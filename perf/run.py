@@ -1,4 +1,4 @@
-"""Run the benchmark: every race, then the cost of compilation, with a progress bar on stderr."""
+"""Run the benchmark: races, thread scaling and the cost of compilation, with a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import importlib.metadata
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from perf import compile_cost
+from perf import compile_cost, host_costs
 from perf.busy import Others
-from perf.cases import DTYPES, Case, choose
+from perf.cases import DTYPES, SCALED, Case, choose
 from perf.contenders import CONTENDERS
 from perf.memory import Memory
 from perf.optimizers import RULES
-from perf.race import Length, Race
+from perf.race import Length, Progress, Race
 from perf.report import BadInput, Report
+from perf.scaling import Scaling
 from perf.workloads import WORKLOADS
 
 
@@ -51,12 +54,13 @@ def usable(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Request:
-    """The races to run and the options of the run."""
+    """The races to run, the workloads of the thread scaling, and the options of the run."""
 
     cases: list[Case]
     contenders: list[str]
     device: torch.device
     rounds: int | None
+    scaling: list[str]
     compile_cost: bool
 
     @classmethod
@@ -68,9 +72,14 @@ class Request:
         contenders: Sequence[str],
         device: str,
         rounds: int | None,
+        scaling: Sequence[str] | None,
+        races: bool,
         compile_cost: bool,
     ) -> Request:
-        """Return a request for command-line arguments. Raise BadInput if one is invalid."""
+        """Return a request for command-line arguments. Raise BadInput if one is invalid.
+
+        ``scaling`` is None for the default, which is nothing if the device is not the CPU.
+        """
         workloads = known("workload", workloads, list(WORKLOADS))
         optimizers = known("optimizer", optimizers, list(RULES))
         dtypes = known("dtype", dtypes, list(DTYPES))
@@ -81,8 +90,13 @@ class Request:
                 raise BadInput(f"contender {name!r} is {reason}")
         if rounds is not None and rounds < 1:
             raise BadInput(f"--rounds {rounds}: at least 1")
-        cases = choose(workloads, optimizers, dtypes)
-        return cls(cases, contenders, usable(device), rounds, compile_cost)
+        cases = choose(workloads, optimizers, dtypes) if races else []
+        found = usable(device)
+        if scaling and found.type != "cpu":
+            raise BadInput(f"--thread-scaling measures the CPU, not {device!r}")
+        if scaling is None:
+            scaling = SCALED if found.type == "cpu" else ()
+        return cls(cases, contenders, found, rounds, known("workload", scaling, list(WORKLOADS)), compile_cost)
 
 
 def run(request: Request, command: str) -> Report:
@@ -90,13 +104,13 @@ def run(request: Request, command: str) -> Report:
     start, others = time.perf_counter(), Others()
     now = datetime.datetime.now().astimezone()
     report = Report(machine(request.device), command, now.strftime("%Y-%m-%d %H:%M"))
+    jobs = _jobs(request, report)
     started = 0
-    jobs = len(request.cases) + request.compile_cost
     shown = [0.0]
-    with tqdm(total=jobs, bar_format="{percentage:3.0f}%|{bar:30}| {elapsed} {desc}", file=sys.stderr) as bar:
+    with tqdm(total=len(jobs), bar_format="{percentage:3.0f}%|{bar:30}| {elapsed} {desc}", file=sys.stderr) as bar:
 
-        def show(job: int, what: str, fraction: float) -> None:
-            bar.n = job - 1 + fraction
+        def show(what: str, fraction: float) -> None:
+            bar.n = max(started - 1, 0) + fraction
             bar.set_description_str(what, refresh=False)
             if time.perf_counter() - shown[0] > (0.2 if sys.stderr.isatty() else 10.0):
                 bar.refresh()
@@ -104,29 +118,18 @@ def run(request: Request, command: str) -> Report:
 
         memory: Memory | None = None
         try:
-            show(1, "measuring the memory", 0.0)
+            show("measuring the memory", 0.0)
             memory = Memory(request.device)
             for _ in range(5):
                 memory.measure()
-            for case in request.cases:
+            for name, job in jobs:
                 started += 1
-                _race(
-                    Race(case, request.device, memory, Length(request.rounds), request.contenders),
-                    report,
-                    show,
-                    started,
-                )
-            if request.compile_cost:
-                started += 1
-                for first in compile_cost.measure(request.device.type, lambda what, part: show(started, what, part)):
-                    report.first_steps.append(first)
-            show(jobs + 1, "done", 0.0)
+                job(memory, partial(_named, show, name))
+            show("done", 1.0)
         except KeyboardInterrupt:
             report.interrupted = True
-            left = [*map(str, request.cases), *["first steps"] * request.compile_cost][started:]
+            left = [name for name, _ in jobs[started:]]
             report.notes += [f"not started: {', '.join(left)}"] if left else []
-        except compile_cost.ChildError as error:
-            report.notes.append(str(error))
         if memory is not None:
             report.bytes_per_second, report.passes = memory.bytes_per_second, memory.passes
             report.machine["cache"] = f"{memory.cache / 2**20:.0f} MiB last level"
@@ -135,12 +138,53 @@ def run(request: Request, command: str) -> Report:
     return report
 
 
-def _race(race: Race, report: Report, show: Callable[[int, str, float], None], job: int) -> None:
-    """Run a race and add its rows to the report, also if it is interrupted."""
-    try:
-        race.run(lambda what, fraction: show(job, f"{race.case}: {what}", fraction))
-    finally:
-        report.rows += race.rows()
+def _named(show: Progress, name: str, what: str, fraction: float) -> None:
+    show(f"{name}: {what}", fraction)
+
+
+Job = Callable[[Memory, Progress], None]
+
+
+def _jobs(request: Request, report: Report) -> list[tuple[str, Job]]:
+    """Return the names of the measurements, and functions that run them and add the results to the report."""
+    length = Length(request.rounds)
+
+    def race(case: Case, memory: Memory, progress: Progress) -> None:
+        run = Race(case, request.device, memory, length, request.contenders)
+        try:
+            run.run(progress)
+        finally:
+            report.rows += run.rows()
+
+    def scale(workload: str, memory: Memory, progress: Progress) -> None:
+        scaling = Scaling(workload, memory, length)
+        try:
+            scaling.run(progress)
+        finally:
+            report.scaling += scaling.rows()
+            report.notes += scaling.errors()
+
+    def first_steps(memory: Memory, progress: Progress) -> None:
+        device = request.device.type
+        with tempfile.TemporaryDirectory() as root:
+            try:
+                for first in compile_cost.first_steps(
+                    device, Path(root), lambda what, part: progress(what, 0.7 * part)
+                ):
+                    report.first_steps.append(first)
+                for new in compile_cost.new_processes(
+                    device, Path(root), lambda what, part: progress(what, 0.7 + 0.2 * part)
+                ):
+                    report.new_processes.append(new)
+            except compile_cost.ChildError as error:
+                report.notes.append(str(error))
+        progress("further optimizers", 0.9)
+        for cost in host_costs.measure(device):
+            report.host_costs.append(cost)
+
+    jobs: list[tuple[str, Job]] = [(str(case), partial(race, case)) for case in request.cases]
+    jobs += [(f"thread scaling of {workload}", partial(scale, workload)) for workload in request.scaling]
+    return [*jobs, *([("first steps", first_steps)] if request.compile_cost else [])]
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -1,12 +1,62 @@
-"""Models as lists of parameter shapes. Nothing is downloaded."""
+"""Models as shapes of parameters, parameter groups and the gradients of each step. Nothing is downloaded."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 Shapes = list[tuple[int, ...]]
+T = TypeVar("T")
+
+CHECKED_STEPS = 2
+"""The number of steps before the timing, which are compared with the reference, if a workload does not ask for more."""
+
+CYCLE = 1024
+"""The number of steps after which the subsets of gradients repeat.
+
+A race has fewer steps, so that no contender gains by keeping what it computed for a subset.
+"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The parameters of a model and the gradients of each step.
+
+    The tensors are divided into ``groups`` parameter groups of about equal length. In each step a random share
+    ``present`` of the tensors has gradients, the same for all contenders. The first ``untimed`` steps are checked
+    against the reference and not timed.
+    """
+
+    title: str
+    shapes: Shapes
+    groups: int = 1
+    present: float = 1.0
+    untimed: int = CHECKED_STEPS
+
+    def with_gradients(self, step: int) -> list[bool]:
+        """Return for each tensor whether it has a gradient in a step."""
+        count = len(self.shapes)
+        if self.present == 1:
+            return [True] * count
+        chosen = set(random.Random(step % CYCLE).sample(range(count), round(self.present * count)))
+        return [place in chosen for place in range(count)]
+
+    def grouped(self, tensors: Sequence[T]) -> list[list[T]]:
+        """Return the tensors divided into the parameter groups."""
+        bounds = [len(tensors) * group // self.groups for group in range(self.groups + 1)]
+        return [list(tensors[begin:end]) for begin, end in itertools.pairwise(bounds)]
+
+    @property
+    def about(self) -> str:
+        """The groups and the gradients in words, or an empty string if there is nothing special."""
+        parts = [f"{self.groups} groups"] if self.groups > 1 else []
+        if self.present < 1:
+            parts.append(f"a random {self.present:.0%} have gradients, after {self.untimed} steps")
+        return ", ".join(parts)
 
 
 def tiny_mlp() -> Shapes:
@@ -71,20 +121,19 @@ def llama_1b_shard() -> Shapes:
     return [(rows // 8, *rest) for rows, *rest in [(128256, d), *layer * 16, (d,)]]
 
 
-WORKLOADS: dict[str, Callable[[], Shapes]] = {
-    f.__name__: f
-    for f in (tiny_mlp, policy, thousand_tensors, resnet50, vit_b16, bert_base, gpt2_small, llama_1b_shard)
-}
+TWO_HUNDRED: Shapes = [(1000,)] * 200
 
-TITLES = {
-    "tiny_mlp": "tiny MLP",
-    "policy": "RL policy",
-    "thousand_tensors": "1,000 small tensors",
-    "resnet50": "ResNet-50",
-    "vit_b16": "ViT-B/16",
-    "bert_base": "BERT-base",
-    "gpt2_small": "GPT-2 small",
-    "llama_1b_shard": "Llama 1B, 1/8",
+WORKLOADS: dict[str, Workload] = {
+    "tiny_mlp": Workload("tiny MLP", tiny_mlp()),
+    "policy": Workload("RL policy", policy()),
+    "thousand_tensors": Workload("1,000 small tensors", thousand_tensors()),
+    "random_half": Workload("random half of 200", TWO_HUNDRED, present=0.5, untimed=600),
+    "many_groups": Workload("200 groups", TWO_HUNDRED, groups=200),
+    "resnet50": Workload("ResNet-50", resnet50()),
+    "vit_b16": Workload("ViT-B/16", vit_b16()),
+    "bert_base": Workload("BERT-base", bert_base()),
+    "gpt2_small": Workload("GPT-2 small", gpt2_small()),
+    "llama_1b_shard": Workload("Llama 1B, 1/8", llama_1b_shard()),
 }
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import pytest
 
 import perf.contenders
-from perf.workloads import TITLES, WORKLOADS
+from perf.workloads import WORKLOADS, Workload
+
+SMALL = [(16, 8), (8,), (4, 3, 3, 3), (1,)]
 
 
 @pytest.fixture
 def small(monkeypatch):
     """A workload of the shapes that rules treat differently."""
-    monkeypatch.setitem(WORKLOADS, "small", lambda: [(16, 8), (8,), (4, 3, 3, 3), (1,)])
-    monkeypatch.setitem(TITLES, "small", "small")
+    monkeypatch.setitem(WORKLOADS, "small", Workload("small", SMALL))
+
+
+@pytest.fixture
+def patchy(monkeypatch):
+    """A workload of three groups, where another half of the tensors has gradients in each of many steps."""
+    workload = Workload("patchy", SMALL * 3, groups=3, present=0.5, untimed=40)
+    monkeypatch.setitem(WORKLOADS, "patchy", workload)
+    return workload
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ BAD = {
     "npu": (["--device", "npu"], "no device 'npu' here"),
     "second gpu": (["--device", "cuda:99"], "no device 'cuda:99' here"),
     "no device": (["--device", "toaster"], "no device 'toaster' here"),
+    "scaling": (["--thread-scaling", "policy"], "argument --thread-scaling: not allowed with argument --no-thread-sc"),
+    "deepspeed": (["--contender", "deepspeed"], "contender 'deepspeed' is not installed: pip install .[peers]"),
     "rounds": (["--rounds", "0"], "--rounds 0: at least 1"),
     "words": (["--rounds", "many"], "argument --rounds: invalid int value: 'many'"),
     "flag": (["--fast"], "unrecognized arguments: --fast"),
@@ -69,11 +71,11 @@ def test_an_interrupted_run_keeps_what_it_has(small, monkeypatch, tmp_path, caps
     optimizers = ["--optimizer", "AdamW", "--optimizer", "SGD", "--optimizer", "Adam"]
     path = tmp_path / "part.json"
     arguments = ["--workload", "small", *optimizers, *contenders, "--rounds", "3", "--json", str(path)]
-    assert main([*arguments, "--no-compile-cost"]) == 130
+    assert main([*arguments, "--thread-scaling", "small"]) == 130
     assert "INTERRUPTED" in capsys.readouterr().out
     content = json.loads(path.read_text())
     assert content["interrupted"] is True
     assert [row["optimizer"] for row in content["rows"]] == ["AdamW", "AdamW", "SGD", "SGD"]
     assert [row["rounds"] for row in content["rows"][:2]] == [3, 3]
     assert sorted(row["rounds"] for row in content["rows"][2:]) == [2, 3]
-    assert "not started: small Adam float32" in content["notes"]
+    assert "not started: small Adam float32, thread scaling of small, first steps" in content["notes"]

@@ -1,11 +1,11 @@
-"""Measurements: allocated memory, device events, load of the machine, quartiles, and first steps in new processes."""
+"""Measurements: allocated memory, device events, load of the machine, and quartiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from perf import busy, compile_cost, first_step
+from perf import busy
 from perf.clock import Clock
 from perf.memory import extra_bytes
 from perf.race import spread
@@ -59,21 +59,3 @@ def test_a_busy_machine_is_told(used, share, tmp_path, monkeypatch):
 def test_quartiles():
     assert spread([3.0]) == Spread(3.0, 3.0, 3.0)
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
-
-
-def test_first_steps_in_processes_of_their_own(small, monkeypatch):
-    monkeypatch.setattr(
-        compile_cost, "PROCESSES", [("cache", "ours eager", [("tiny_mlp", "first"), ("policy", "second")])]
-    )
-    found = list(compile_cost.measure("cpu", lambda what, fraction: None))
-    assert [(f.workload, f.situation, f.recompiles) for f in found] == [
-        ("tiny_mlp", "first", 0),
-        ("policy", "second", 0),
-    ]
-    monkeypatch.setattr(compile_cost, "PROCESSES", [("cache", "nobody", [("tiny_mlp", "first")])])
-    with pytest.raises(compile_cost.ChildError, match=r"^first step of nobody on tiny_mlp failed: KeyError: 'nobody'$"):
-        list(compile_cost.measure("cpu", lambda what, fraction: None))
-    counts = first_step.first_step("ours", "small", "cpu")
-    assert counts["graphs"] >= 1
-    assert counts["calls_per_step"] >= 1
-    assert counts["recompiles"] == 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
+
 import pytest
 import torch
 
@@ -33,6 +37,24 @@ def test_everybody_is_listed_absent_or_not(small, memory, nothing_installed):
     report = Report({}, "", "", rows=list(rows.values()))
     assert "absent: heavyball, optimi, deepspeed (not installed: pip install .[peers])" in render.text(report)
     assert "not measured: heavyball, optimi, deepspeed: not installed: pip install .[peers]" in render.markdown(report)
+
+
+def test_deepspeed_takes_part_if_it_is_installed(small, memory, monkeypatch):
+    """A module in its place has the class and the arguments of DeepSpeedCPUAdam."""
+
+    class DeepSpeedCPUAdam(torch.optim.AdamW):
+        def __init__(self, params, lr, weight_decay=0, adamw_mode=True, fp32_optimizer_states=True):
+            assert (adamw_mode, fp32_optimizer_states) == (True, False)
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+    for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.adam"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    module.DeepSpeedCPUAdam = DeepSpeedCPUAdam
+    assert "deepspeed" in [name for name, row in race(memory, "AdamW", [], rounds=1).items() if row.status == "ok"]
+    assert race(memory, "AdamW", ["ours eager", "deepspeed"])["ours eager"].baseline == "deepspeed"
+    assert race(memory, "SGD", ["deepspeed"])["deepspeed"].status == "none"
 
 
 def test_who_compiles_whole_models_has_to_be_asked_for_on_large_ones(memory):

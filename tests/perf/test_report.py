@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,15 @@ def test_json_comes_back_and_can_be_shown_again(saved, tmp_path, capsys):
     picture = (tmp_path / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
+
+
+def test_a_report_without_the_newer_sections_loads(saved, tmp_path):
+    content = json.loads(saved.read_text())
+    for name in ("scaling", "new_processes", "host_costs"):
+        del content[name]
+    content["rows"] = [{key: value for key, value in row.items() if key != "about"} for row in content["rows"]]
+    (tmp_path / "older.json").write_text(json.dumps(content))
+    assert Report.load(tmp_path / "older.json") == Report.load(saved)
 
 
 def test_compare_tells_what_changed_beyond_the_spread(saved, tmp_path, capsys):
