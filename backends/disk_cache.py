@@ -39,9 +39,7 @@ def load(signature: Signature, settings: Mapping[str, Any]) -> tuple[Path, dict[
     try:
         record = json.loads(_path(signature, settings).read_text())
         library = directory() / FOLDER / Path(record["library"]).name
-        if hashlib.sha256(library.read_bytes()).hexdigest() != record["digest"]:
-            return None
-        return library, dict(record["unit"])
+        return (library, dict(record["unit"])) if digest_of(library) == record["digest"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -51,11 +49,24 @@ def save(signature: Signature, settings: Mapping[str, Any], library: Path, unit:
     if not _is_cacheable(signature):
         return
     try:
-        digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        record = {"library": library.name, "digest": digest, "unit": unit, "made_by": environment_digest()}
+        about = {"library": library.name, "digest": digest_of(library), "made_by": environment_digest()}
+        record = {**about, "unit": unit}
         write(_path(signature, settings), json.dumps(record))
     except OSError:
         return
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of the contents of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def has_digest(path: Path, digest: Path) -> bool:
+    """Return True if a file has the contents whose digest was written to another file."""
+    try:
+        return digest.read_text() == digest_of(path)
+    except (OSError, ValueError):
+        return False
 
 
 def write(path: Path, text: str) -> None:

@@ -28,7 +28,8 @@ def build(source: str) -> Path:
     name = hashlib.sha256(f"{command}\n{disk_cache.environment_digest()}\n{source}".encode()).hexdigest()
     folder = disk_cache.directory() / disk_cache.FOLDER
     library = folder / f"{name}.so"
-    if library.exists() and not torch.compiler.config.force_disable_caches:
+    digest = library.with_suffix(".sha256")
+    if not torch.compiler.config.force_disable_caches and disk_cache.has_digest(library, digest):
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -37,6 +38,7 @@ def build(source: str) -> Path:
         builder = CppBuilder(name=name, sources=[str(file)], BuildOption=options, output_dir=place)
         builder.build()
         os.replace(builder.get_target_file_path(), library)  # no other process sees a part of it
+    disk_cache.write(digest, disk_cache.digest_of(library))
     return library
 
 

@@ -46,9 +46,9 @@ class Task(NamedTuple):
 class TableUnit(Unit):
     """A library with the two passes of a program, of which one may be missing, and the driver that runs them."""
 
-    def __init__(self, module: Any, lists: int, sums: int, passes: int) -> None:
+    def __init__(self, module: Any, sums: int, passes: int) -> None:
         self._module = module
-        self._lists, self._sums, self._passes = lists, sums, passes
+        self._sums, self._passes = sums, passes
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
@@ -56,7 +56,7 @@ class TableUnit(Unit):
         It returns the sums over each tensor if there is a first pass only, else None.
         """
         fill, run = self._module.fill, self._module.run
-        count, width = len(shapes), self._lists
+        count = len(shapes)
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
         tasks = list(cut(shapes, chunk, self._passes))

@@ -71,10 +71,7 @@ def compile_table(signature: Signature) -> TableUnit:
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
     source = write_source(recordings, len(signature.dtypes), scalars, sums, dtype)
     library = libraries.build(source)
-    about = {
-        **{"lists": len(signature.dtypes), "sums": sums, "kernels": kernels},
-        "passes": sum(PASSES[name] for name in graphs),
-    }
+    about = {"sums": sums, "passes": sum(PASSES[name] for name in graphs), "kernels": kernels}
     unit = _unit(libraries.load(library), about)
     if not table_agrees(signature, unit):
         raise CannotRecord("its results differ from those of the eager program")
@@ -83,7 +80,7 @@ def compile_table(signature: Signature) -> TableUnit:
 
 
 def _unit(module: Any, about: Mapping[str, int]) -> TableUnit:
-    unit = TableUnit(module, about["lists"], about["sums"], about["passes"])
+    unit = TableUnit(module, about["sums"], about["passes"])
     unit.kernels = about["kernels"]
     return unit
 

@@ -168,7 +168,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         """Return the state as torch.optim does; each parameter gets a ``step`` tensor of its own."""
         saved = _torch_method("state_dict")(self)
         if "state" in saved:  # a hook may have returned something else
-            saved["state"] = {key: states.with_own_step(values) for key, values in saved["state"].items()}
+            saved["state"] = states.with_own_steps(saved["state"])
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -191,7 +191,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("_settings", "max_grad_norm", "last_grad_norm")}
-        return {**super().__getstate__(), **kept, "_uses_scaler": self._stepper.uses_scaler}
+        own = {"state": states.with_own_steps(self._state), "_uses_scaler": self._stepper.uses_scaler}
+        return {**super().__getstate__(), **kept, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         uses_scaler = state.pop("_uses_scaler", False)

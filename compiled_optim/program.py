@@ -96,8 +96,8 @@ class UpdateProgram:
 
     A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
-    computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is traced only: it returns the
-    sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
+    computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
+    the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
     """
 
     name: str = field(compare=False)

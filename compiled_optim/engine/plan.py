@@ -31,13 +31,14 @@ class BoundBucket:
         limit = None if rule.counts_steps else int(bool(program.states))  # 1 means that there are states
         counters = states.StepCounters([entry.steps for entry in entries], limit)
         initial = {name: rule.initial_values.get(name, 0.0) for name in program.states}
-        kept = []
+        kept, steps = [], []
+        taken: set[int] = set()
         for entry, step in zip(entries, counters.tensors, strict=True):
             values = state[entry.param] if rule.counts_steps or initial else {}
             if rule.counts_steps:
-                values["step"] = step
+                steps.append(states.place_step(values, step, taken))
             kept.append(states.materialize_states(values, entry.param, entry.local, initial, bucket.rows))
-        self.states = [tensor for tensors in kept for tensor in tensors]
+        self.states = [*steps, *(tensor for tensors in kept for tensor in tensors)]
         self.rows = Rows(bucket, counters)
         totals = None
         if bucket.sums:

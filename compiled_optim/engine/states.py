@@ -6,10 +6,11 @@ beside them.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -113,6 +114,22 @@ class StepCounters:
         self._written = self._public.tobytes()
 
 
+def place_step(values: dict[str, Any], step: Tensor, taken: set[int]) -> Tensor:
+    """Make ``step`` the step count of a parameter, and return the tensor in its state.
+
+    A tensor that is there already stays the same object: it is pointed to the memory of ``step``. ``taken`` are the ids
+    of the tensors of other parameters.
+    """
+    existing = values.get("step")
+    usable = isinstance(existing, Tensor) and existing.device == step.device and not existing.requires_grad
+    if usable and existing.ndim == 0 and id(existing) not in taken:
+        existing.data = step
+    else:
+        existing = values["step"] = step
+    taken.add(id(existing))
+    return existing
+
+
 def materialize_states(
     values: dict[str, Any], param: Tensor, local: Tensor, initial: Mapping[str, float], rows: bool
 ) -> list[Tensor]:
@@ -151,8 +168,13 @@ def convert_states(values: Mapping[str, Any], old: torch.dtype, param: Tensor) -
     }
 
 
-def with_own_step(values: object) -> object:
-    """Return a parameter's states with a ``step`` tensor that no other parameter shares."""
-    if isinstance(values, dict) and isinstance(values.get("step"), Tensor):
-        return {**values, "step": values["step"].clone()}
-    return values
+StateT = TypeVar("StateT", bound=dict[Any, Any])
+
+
+def with_own_steps(state: StateT) -> StateT:
+    """Return a copy of a state in which each ``step`` tensor has its own memory."""
+    copied = copy.copy(state)
+    for key, values in state.items():
+        if isinstance(values, dict) and isinstance(values.get("step"), Tensor):
+            copied[key] = {**values, "step": values["step"].clone()}
+    return copied
