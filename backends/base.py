@@ -56,6 +56,9 @@ class ArgumentSpec(NamedTuple):
     shape: Shape
 
 
+ONE_MINUS = (1.0).__sub__
+
+
 class ScalarRows:
     """The hyperparameters of a batch: a row for each group and step count, and the row of each tensor.
 
@@ -74,7 +77,10 @@ class ScalarRows:
     def fill(self, values: Sequence[Sequence[float]]) -> None:
         """Write this step's values, row by row."""
         self.values = values
-        numbers = [number for row in values for half in (row, [1 - value for value in row]) for number in half]
+        numbers: list[float] = []
+        for row in values:
+            numbers += row
+            numbers += map(ONE_MINUS, row)
         self._memory[: len(numbers)] = array(self._typecode, numbers)
 
 

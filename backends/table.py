@@ -20,7 +20,7 @@ from compiled_optim.program import TensorLists
 CHUNK = 1 << 15
 """The number of elements in a chunk: enough to amortise a task, few enough for all threads and for the cache."""
 
-PARALLEL_FROM = 1 << 15
+PARALLEL_FROM = 1 << 17
 """The number of elements of all tensors from which two threads, including their start, are faster than one."""
 
 MEASURE_PASS, UPDATE_PASS = 1, 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -13,14 +14,21 @@ from compiled_optim.backends.lanes import picker
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.clipping import GradScaling
-from compiled_optim.engine.rows import Rows
-from compiled_optim.engine.rule import Group, Rule, Variant
+from compiled_optim.engine.rows import RowReader, Rows
+from compiled_optim.engine.rule import Group, Rule
 
 
 class BoundBucket:
     """A bucket bound to its parameters, states and compiled calls."""
 
-    def __init__(self, bucket: Bucket, rule: Rule, state: states.State, grads: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        rule: Rule,
+        readers: Sequence[RowReader],
+        state: states.State,
+        grads: Sequence[Tensor | None],
+    ) -> None:
         self.bucket = bucket
         program, entries = bucket.program, bucket.entries
         self._pick = picker([entry.index for entry in entries])
@@ -39,7 +47,7 @@ class BoundBucket:
                 steps.append(states.place_step(values, step, taken))
             kept.append(states.materialize_states(values, entry.param, entry.local, initial, bucket.rows))
         self.states = [*steps, *(tensor for tensors in kept for tensor in tensors)]
-        self.rows = Rows(bucket, counters)
+        self.rows = Rows(bucket, counters, readers)
         totals = None
         if bucket.sums:
             totals = torch.zeros(len(entries), bucket.sums, dtype=bucket.sum_dtype, device=bucket.device)
@@ -126,11 +134,14 @@ class Plan:
         grads: Sequence[Tensor | None],
     ) -> None:
         self._rule = rule
-        self._variants: list[Variant] = [rule.row(group, 1).variant for group in groups]
+        readers = [RowReader(rule, group) for group in groups]
         self.scaling = GradScaling(rule, buckets, clips_any(rule, groups))
-        self.buckets = [BoundBucket(bucket, rule, state, grads) for bucket in buckets]
+        self.buckets = [BoundBucket(bucket, rule, readers, state, grads) for bucket in buckets]
         self.entries = [entry for bucket in buckets for entry in bucket.entries]
-        self._written = _written(self.entries)
+        # for a sharded parameter, both the shard and the DTensor
+        written = [(entry.index, tensor) for entry in self.entries for tensor in {entry.local, entry.param}]
+        self._written = [tensor for _, tensor in written]
+        self._written_by_index = written
         self._groups = list(groups)
         self._group_sizes = [len(group["params"]) for group in groups]
 
@@ -154,11 +165,11 @@ class Plan:
 
     def refresh(self, groups: Sequence[Group]) -> bool:
         """Compute the hyperparameters of this step; return False if the plan is no longer valid for these groups."""
-        if [*map(id, groups)] != [*map(id, self._groups)]:
+        if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             return False
         if [len(group["params"]) for group in groups] != self._group_sizes:
             return False
-        return all(bucket.rows.fill(self._rule, self._variants) for bucket in self.buckets)
+        return all(bucket.rows.fill() for bucket in self.buckets)
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool, unscale: Tensor | None) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
@@ -174,11 +185,6 @@ class Plan:
         # compiled code writes through pointers, so autograd's version counters are incremented here
         written = self._written
         if some_absent:
-            written = _written([entry for entry in self.entries if grads[entry.index] is not None])
+            written = [tensor for index, tensor in self._written_by_index if grads[index] is not None]
         torch.autograd.graph.increment_version(written)
         return norm
-
-
-def _written(entries: Sequence[Entry]) -> list[Tensor]:
-    """Return the tensors that a step writes to: for a sharded parameter, both the shard and the DTensor."""
-    return list({id(tensor): tensor for entry in entries for tensor in (entry.local, entry.param)}.values())

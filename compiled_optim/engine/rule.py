@@ -79,6 +79,13 @@ def declaration(update: Callable[..., None]) -> Declaration:
     )
 
 
+def by_name(group: Group, derived: Mapping[str, float | bool]) -> dict[str, Any]:
+    """Return the hyperparameters that a formula can ask for: those of the group, its betas, and derived ones."""
+    if "betas" in group:
+        return {**dict(zip(BETA_NAMES, group["betas"], strict=False)), **group, **derived}
+    return {**group, **derived}
+
+
 class Rule:
     """The formula of an optimizer, and the methods the engine calls."""
 
@@ -121,7 +128,7 @@ class Rule:
         """Return the hyperparameters of this step, and the variant they select."""
         states, optional, keywords = declaration(type(self).update)
         derived = self.derived(group, step)
-        known = {**dict(zip(BETA_NAMES, group.get("betas", ()), strict=False)), **group, **derived}
+        known = by_name(group, derived)
         scalars: dict[str, float] = {}
         flags = []
         for name in keywords:

@@ -10,6 +10,8 @@ import copy
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -92,13 +94,12 @@ class StepCounters:
 
     def __init__(self, counts: Sequence[int], limit: int | None) -> None:
         # not the default dtype if it is lower: float32 counts exactly to 2^24, bfloat16 to 256
-        typecode = "d" if torch.get_default_dtype() == torch.float64 else "f"
+        double = torch.get_default_dtype() == torch.float64
         self.counts = array("q", counts)
+        self.are_equal = len(set(counts)) <= 1
         self._limit = limit
-        self._public = array(typecode, counts)
-        self._exact_tensor = torch.frombuffer(self.counts, dtype=torch.int64)
-        self._tensor = torch.frombuffer(self._public, dtype=torch.float64 if typecode == "d" else torch.float32)
-        self.tensors = self._tensor.unbind()
+        self._public = array("d" if double else "f", counts)
+        self.tensors = torch.frombuffer(self._public, dtype=torch.float64 if double else torch.float32).unbind()
         self._written = self._public.tobytes()
 
     def are_unchanged(self) -> bool:
@@ -107,10 +108,17 @@ class StepCounters:
 
     def advance(self, present: Sequence[bool] | None) -> None:
         """Count a step of the parameters that are ``present``; None means all."""
-        self._exact_tensor.add_(1 if present is None else torch.tensor(present, dtype=torch.int64, device="cpu"))
-        if self._limit is not None:
-            self._exact_tensor.clamp_(max=self._limit)
-        self._tensor.copy_(self._exact_tensor)
+        typecode = self._public.typecode
+        if present is None and self.are_equal:
+            count, number = self.counts[0] + 1, len(self.counts)
+            count = count if self._limit is None else min(count, self._limit)
+            self.counts = array("q", [count]) * number
+            self._public[:] = array(typecode, [count]) * number
+        else:
+            counts = map(add, self.counts, repeat(1) if present is None else present)
+            self.counts = array("q", counts if self._limit is None else map(min, counts, repeat(self._limit)))
+            self.are_equal = len(set(self.counts)) == 1
+            self._public[:] = array(typecode, self.counts)
         self._written = self._public.tobytes()
 
 
