@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
 from compiled_optim.program import TensorLists
 
-CHUNK = 1 << 15
+CHUNK = 1 << 16
 """The number of elements in a chunk: enough to amortise a task, few enough for all threads and for the cache."""
 
 PARALLEL_FROM = 1 << 17
 """The number of elements of all tensors from which two threads, including their start, are faster than one."""
+
+CACHE_LINE = 64
 
 MEASURE_PASS, UPDATE_PASS = 1, 2
 
@@ -53,45 +56,80 @@ class TableUnit(Unit):
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
 
-        It returns the sums over each tensor if there is a first pass only, else None.
+        It returns the sums over each tensor if there is a first pass only, else None. ``chunk`` is the number of
+        elements in a chunk.
         """
-        fill, run = self._module.fill, self._module.run
-        count = len(shapes)
-        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
-        pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
-        tasks = list(cut(shapes, chunk, self._passes))
-        slots = list(first_slots(shapes, chunk))
-        totals = arguments.totals
+        return BoundTable(self._module, self._sums, self._passes, shapes, lists, arguments, chunk)
+
+
+class BoundTable:
+    """A table of tensors: the memory that ``Table`` in ``table_driver.cpp`` describes."""
+
+    def __init__(
+        self,
+        module: Any,
+        sums: int,
+        passes: int,
+        shapes: Sequence[Shape],
+        lists: TensorLists,
+        arguments: BoundArguments,
+        chunk: int,
+    ) -> None:
+        self._fill, self._run = module.fill, module.run
+        self._lists = lists  # kept alive, because the table holds addresses only
+        count, (rows, scale, totals) = len(shapes), arguments
         if totals is None:
-            totals = torch.zeros(count, self._sums, dtype=torch.float64, device="cpu")
-        rows, scale = arguments.scalars, arguments.grad_scale
-        memory = {
-            "task": array("q", [field for task in tasks for field in task]),
-            "pointers": pointers,
-            "row": None if rows is None else rows.row_of,
+            totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
+        self._result = totals if passes == MEASURE_PASS else None
+        self._parallel = sum(map(math.prod, shapes)) >= PARALLEL_FROM
+        self._chunks = cut(shapes, chunk)
+        self._passes = passes
+        slots = [0, *accumulate(map(len, self._chunks))]
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+        self._pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
+        self._grads = _address(self._pointers)
+        self._tensors = {
+            "pointers": self._pointers,
+            "row": array("q", bytes(8 * count)) if rows is None else rows.row_of,
             "scalars": None if rows is None else rows.tensor,
             "grad_scale": scale,
             "columns": array("q", [shape[1] if len(shape) > 1 else 1 for shape in shapes]),
             "slots": array("q", slots),
-            "partials": array("d", bytes(8 * slots[-1] * self._sums)),
+            "partials": array("d", bytes(8 * slots[-1] * sums)),
             "totals": totals,
             "progress": array("q", bytes(8 * count)),
         }
-        if rows is None:
-            memory["row"] = array("q", bytes(8 * count))
-        table = array("q", [count, len(tasks), *map(_address, memory.values())])
-        keep = (table, memory, lists)
-        place, target = _address(table), _address(pointers)
-        parallel = sum(map(math.prod, shapes)) >= PARALLEL_FROM
-        result = totals if self._passes == MEASURE_PASS else None
+        self._serial = _flat(queues(self._chunks, passes, 1)[0])
+        self._threads = 0
 
-        def call(grads: Sequence[Tensor | None]) -> Tensor | None:
-            fill(grads, target, DATA_PTR)
-            run(place, torch.get_num_threads() if parallel else 1)
-            return result
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Run the unit on all tensors that have a gradient."""
+        threads = torch.get_num_threads() if self._parallel else 1
+        if threads != self._threads:
+            self._write_table(threads)
+        self._fill(grads, self._grads, DATA_PTR)
+        self._run(self._place)
+        return self._result
 
-        call.keep = keep  # type: ignore[attr-defined]
-        return call
+    def _write_table(self, threads: int) -> None:
+        """Write the table for a number of threads."""
+        own = queues(self._chunks, self._passes, threads)
+        cursors = array("q", bytes(CACHE_LINE * (threads + 1)))
+        self._queues = {
+            "queued": _flat([task for queue in own for task in queue]),
+            "queues": array("q", [0, *accumulate(map(len, own))]),
+            "cursors": cursors,
+        }
+        addresses = {name: _address(memory) for name, memory in {**self._queues, **self._tensors}.items()}
+        addresses["cursors"] += -addresses["cursors"] % CACHE_LINE
+        tasks = len(self._serial) // len(Task._fields)
+        count = len(self._tensors["columns"])
+        self._table = array("q", [count, tasks, _address(self._serial), threads, *addresses.values()])
+        self._place, self._threads = _address(self._table), threads
+
+
+def _flat(tasks: Sequence[Task]) -> array[int]:
+    return array("q", [field for task in tasks for field in task])
 
 
 def _address(memory: array[Any] | Tensor | None) -> int:
@@ -100,43 +138,41 @@ def _address(memory: array[Any] | Tensor | None) -> int:
     return memory.data_ptr() if isinstance(memory, Tensor) else memory.buffer_info()[0]
 
 
-def chunk_length(shape: Shape, chunk: int) -> int:
-    """Return the length of the chunks of a tensor: a number of elements, or of rows, which are never cut."""
-    return chunk if len(shape) == 1 else max(1, chunk // max(shape[1], 1))
+def cut(shapes: Sequence[Shape], chunk: int) -> list[list[Task]]:
+    """Cut each tensor into chunks of about ``chunk`` elements; return a task without passes for each. Rows stay whole.
 
-
-def first_slots(shapes: Sequence[Shape], chunk: int) -> Iterator[int]:
-    """Yield the number of the first chunk of each tensor, and the number of all chunks."""
-    total = 0
-    for shape in shapes:
-        yield total
-        total += 0 if math.prod(shape) == 0 else -(-shape[0] // chunk_length(shape, chunk))
-    yield total
-
-
-def cut(shapes: Sequence[Shape], chunk: int, passes: int) -> Iterator[Task]:
-    """Yield the tasks of a step in the order in which threads take them: large tensors first.
-
-    A tensor of one chunk is measured and updated in one task. The chunks of a larger one are all measured before one is
-    updated. In between come the chunks of the next tensor to be measured, so that no thread has to wait.
+    The length depends on nothing else, so the sums over a tensor are always added in the same order.
     """
-    slots = list(first_slots(shapes, chunk))
-    order = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
-    two_passes = passes == MEASURE_PASS | UPDATE_PASS
-    waiting: list[Task] = []
-    for i in order:
-        length = chunk_length(shapes[i], chunk)
-        starts = range(0, shapes[i][0], length) if slots[i + 1] > slots[i] else ()
-        chunks = [
-            Task(i, start, min(length, shapes[i][0] - start), slots[i] + number, passes)
-            for number, start in enumerate(starts)
-        ]
-        if two_passes and len(chunks) > 1:
-            yield from (task._replace(passes=MEASURE_PASS) for task in chunks)
-            yield from waiting
-            waiting = [task._replace(passes=UPDATE_PASS) for task in chunks]
+    chunks = []
+    slot = 0
+    for i, shape in enumerate(shapes):
+        length = chunk if len(shape) == 1 else max(1, chunk // max(shape[1], 1))
+        starts = range(0, shape[0], length) if math.prod(shape) else ()
+        chunks.append([Task(i, start, min(length, shape[0] - start), slot + n, 0) for n, start in enumerate(starts)])
+        slot += len(starts)
+    return chunks
+
+
+def queues(chunks: Sequence[Sequence[Task]], passes: int, threads: int) -> list[list[Task]]:
+    """Return the tasks of each thread, in order: large tensors first.
+
+    A tensor with enough chunks is divided between all threads. Another one belongs to the thread with the least work.
+    A tensor of one chunk is measured and updated in one task. A larger one is updated after it is measured, from its
+    end, which is still in the cache.
+    """
+    found: list[list[Task]] = [[] for _ in range(threads)]
+    work = [0] * threads
+    for own in sorted(chunks, key=len, reverse=True):
+        if len(own) >= threads > 1:
+            parts = [own[len(own) * t // threads : len(own) * (t + 1) // threads] for t in range(threads)]
         else:
-            yield from waiting
-            waiting = []
-            yield from chunks
-    yield from waiting
+            parts = [[]] * threads
+            parts[work.index(min(work))] = list(own)
+        for thread, part in enumerate(parts):
+            work[thread] += sum(task.length for task in part)
+            if passes == MEASURE_PASS | UPDATE_PASS and len(own) > 1:
+                found[thread] += [task._replace(passes=MEASURE_PASS) for task in part]
+                found[thread] += [task._replace(passes=UPDATE_PASS) for task in reversed(part)]
+            else:
+                found[thread] += [task._replace(passes=passes) for task in part]
+    return found

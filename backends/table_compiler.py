@@ -28,6 +28,8 @@ OPTIONS: dict[str, Any] = {
     "size_asserts": False,
     "alignment_asserts": False,
     "do_not_emit_runtime_assertions": True,
+    # let a later loop compute values again instead of storing a temporary
+    **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000),
 }
 HINT = 1 << 14
 """The number of elements in a chunk that Inductor should optimise for."""

@@ -7,9 +7,10 @@
 //   MEASURES, UPDATES which of the two passes exist
 //   measure, update   the passes over one chunk of one tensor
 //
-// Tensors are cut into chunks, and a task is one pass or both passes over one chunk. Threads take tasks in order. Each
-// chunk writes its sums to its own slot, and the slots of a tensor are added in their order, so results depend neither
-// on the number of threads nor on which thread runs which task.
+// Tensors are cut into chunks, and a task is one pass or both passes over one chunk. Each thread has a queue of tasks.
+// It is the same in every step, so that a thread finds its part of the tensors in its cache. A thread that has finished
+// its queue takes tasks from the others. Each chunk writes its sums to its own slot, and the slots of a tensor are added
+// in their order, so results depend neither on the number of threads nor on which thread runs which task.
 
 namespace {
 
@@ -19,9 +20,17 @@ struct Task {
     int64_t tensor, start, length, slot, passes;
 };
 
+struct alignas(64) Cursor {
+    std::atomic<int64_t> next;
+};
+
 struct Table {
     int64_t tensors, tasks;
-    const Task* task;
+    const Task* serial;                // all tasks in an order for one thread
+    int64_t threads;                   // the number of queues
+    const Task* queued;                // all tasks, queue by queue
+    const int64_t* queues;             // the first task of each queue, and the number of tasks
+    Cursor* cursors;                   // the next task of each queue
     void* const* pointers;             // LISTS of each tensor; a gradient of null skips the tensor
     const int64_t* row;                // of each tensor
     const Scalar* scalars;             // WIDTH of each row
@@ -66,7 +75,7 @@ void run_task(const Table& table, const Task& task) {
     }
     if constexpr (UPDATES) {
         if (task.passes & UPDATE) {
-            // tasks are taken in order, so another thread is already measuring the chunks that are missing
+            // all queues have the tensors in the same order, so other threads are measuring what is missing
             if constexpr (MEASURES)
                 while (table.progress[tensor].load(std::memory_order_acquire) != READY) std::this_thread::yield();
             update(pointers, scalars, scale, totals, nullptr, task.start, task.length, columns);
@@ -74,22 +83,35 @@ void run_task(const Table& table, const Task& task) {
     }
 }
 
-void run_table(const Table& table, int threads) {
+void run_serially(const Table& table) {
+    for (int64_t i = 0; i < table.tasks; i++) run_task(table, table.serial[i]);
+}
+
+void run_queue(const Table& table, int64_t queue) {
+    for (int64_t i; (i = table.cursors[queue].next.fetch_add(1, std::memory_order_relaxed)) < table.queues[queue + 1];)
+        run_task(table, table.queued[i]);
+}
+
+void run_table(const Table& table) {
     if constexpr (MEASURES) {
         for (int64_t i = 0; i < table.tensors; i++) table.progress[i].store(0, std::memory_order_relaxed);
         if constexpr (!UPDATES) std::fill_n(table.totals, table.tensors * SUMS, 0.0);
     }
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-        for (int64_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < table.tasks;)
-            run_task(table, table.task[k]);
-    };
-    if (threads <= 1) {
-        work();
+    const int64_t threads = table.threads;
+    if (threads == 1) {
+        run_serially(table);
         return;
     }
+    for (int64_t i = 0; i < threads; i++) table.cursors[i].next.store(table.queues[i], std::memory_order_relaxed);
     #pragma omp parallel num_threads(threads)
-    work();
+    {
+        const int64_t own = omp_get_thread_num();
+        if (omp_get_num_threads() == threads) {
+            for (int64_t i = 0; i < threads; i++) run_queue(table, (own + i) % threads);
+        } else if (own == 0) {  // a queue without its thread could make the others wait for ever
+            run_serially(table);
+        }
+    }
 }
 
 bool read_integers(PyObject* const* args, Py_ssize_t given, Py_ssize_t expected, int64_t* values) {
@@ -104,12 +126,12 @@ bool read_integers(PyObject* const* args, Py_ssize_t given, Py_ssize_t expected,
     return true;
 }
 
-// run(address of a Table, number of threads)
+// run(address of a Table)
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    int64_t values[2];
-    if (!read_integers(args, count, 2, values)) return nullptr;
+    int64_t address;
+    if (!read_integers(args, count, 1, &address)) return nullptr;
     Py_BEGIN_ALLOW_THREADS
-    run_table(*reinterpret_cast<const Table*>(values[0]), static_cast<int>(values[1]));
+    run_table(*reinterpret_cast<const Table*>(address));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

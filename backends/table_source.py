@@ -21,6 +21,7 @@ HEADERS = """\
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <omp.h>
 #include <thread>
 """
 

@@ -29,6 +29,16 @@ class FirstPass(CustomGraphPass):
         for store in graph.find_nodes(op="call_function", target=COPY):
             if store not in early:
                 graph.erase_node(store)
+        columns: dict[str, Node] = {}
+        for store in early:
+            value = store.args[1]
+            if value.target is COPY:
+                continue  # stored already, into another state
+            # behind the value, so that Inductor stores it in the loop that computes the sums
+            value.append(store)
+            value.replace_all_uses_with(store, delete_user_cb=lambda user, store=store: user is not store)
+            if value.meta["val"].ndim == 2:
+                store.update_arg(1, _by_rows(graph, store, value, columns))
         graph.eliminate_dead_code()
 
     def uuid(self) -> str:
@@ -48,6 +58,32 @@ class SecondPass(FirstPass):
         (output,) = graph.find_nodes(op="output")
         output.args = ((),)
         graph.eliminate_dead_code()
+
+
+def _by_rows(graph: Graph, store: Node, value: Node, columns: dict[str, Node]) -> Node:
+    """Return a node that multiplies the value by a column of ones, so that Inductor keeps two loops for its store.
+
+    For a plain elementwise store Inductor merges the loops over rows and columns into one. It could not fuse that loop
+    with the sums over rows, which need both loops, so the store would be a separate loop.
+    """
+    rows = value.meta["val"].shape[0]
+    if str(rows) not in columns:
+        with value.meta["val"].fake_mode:
+            example = value.meta["val"].new_ones((rows, 1))
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first):
+            size = graph.call_function(torch.ops.aten.sym_size.int, (store.args[0], 0))
+            ones = graph.call_function(
+                torch.ops.aten.full.default, ([size, 1], 1.0), {"dtype": example.dtype, "device": example.device}
+            )
+            # as_strided makes Inductor store the ones; it would fold a constant into the product
+            columns[str(rows)] = graph.call_function(torch.ops.aten.as_strided.default, (ones, [size, 1], [1, 1]))
+        size.meta["val"] = rows
+        ones.meta["val"] = columns[str(rows)].meta["val"] = example
+    with graph.inserting_before(store):
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (value, columns[str(rows)]))
+    product.meta["val"] = value.meta["val"]
+    return product
 
 
 def early_stores(graph: Graph, totals: int) -> list[Node]:

@@ -233,16 +233,16 @@ def test_a_table_unit_that_computes_something_else_is_replaced(tampered):
 
 def test_tensors_are_cut_into_tasks():
     both = MEASURE_PASS | UPDATE_PASS
-    assert list(cut([], 10, UPDATE_PASS)) == []
-    assert list(cut([(0,), (3, 0), (0, 3)], 10, both)) == []
-    assert list(cut([(4,), (25,)], 10, UPDATE_PASS)) == [  # large tensors first
+    assert list(cut([], [], UPDATE_PASS)) == []
+    assert list(cut([(0,), (3, 0), (0, 3)], [10] * 3, both)) == []
+    assert list(cut([(4,), (25,)], [10, 10], UPDATE_PASS)) == [  # large tensors first
         Task(1, 0, 10, 1, UPDATE_PASS),
         Task(1, 10, 10, 2, UPDATE_PASS),
         Task(1, 20, 5, 3, UPDATE_PASS),
         Task(0, 0, 4, 0, UPDATE_PASS),
     ]
     # rows are not cut; a tensor of one chunk is measured and updated at once, another one in two passes
-    assert list(cut([(3, 6), (2, 5), (1, 40)], 10, both)) == [
+    assert list(cut([(3, 6), (2, 5), (1, 40)], [10] * 3, both)) == [
         Task(2, 0, 1, 4, both),
         Task(0, 0, 1, 0, MEASURE_PASS),
         Task(0, 1, 1, 1, MEASURE_PASS),
