@@ -18,6 +18,9 @@ Place = tuple[int | str, int]
 SIZES = "sizes"
 """The source of inputs that are the sizes of the lanes, dimension by dimension."""
 
+CARRY = "carry"
+"""The source of inputs that carry a number for each row from the first pass over a tensor to the second."""
+
 ArgumentValues = Mapping[str, Tensor | Sequence[Tensor]]
 """The arguments by name. Accelerator backends pass the scalars as a list of 0-dim tensors."""
 

@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
 from compiled_optim.program import TensorLists
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """The number of elements in a chunk: enough to amortise a task, few enough for all threads and for the cache."""
 
 PARALLEL_FROM = 1 << 17
@@ -47,11 +48,15 @@ class Task(NamedTuple):
 
 
 class TableUnit(Unit):
-    """A library with the two passes of a program, of which one may be missing, and the driver that runs them."""
+    """A library with the two passes of a program, of which one may be missing, and the driver that runs them.
 
-    def __init__(self, module: Any, sums: int, passes: int) -> None:
+    ``sums`` is the number of sums over each tensor, ``carries`` the number of values that the first pass carries to the
+    second for each row, and ``passes`` the passes that exist.
+    """
+
+    def __init__(self, module: Any, sums: int, passes: int, carries: int) -> None:
         self._module = module
-        self._sums, self._passes = sums, passes
+        self._sums, self._passes, self._carries = sums, passes, carries
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
@@ -59,7 +64,10 @@ class TableUnit(Unit):
         It returns the sums over each tensor if there is a first pass only, else None. ``chunk`` is the number of
         elements in a chunk.
         """
-        return BoundTable(self._module, self._sums, self._passes, shapes, lists, arguments, chunk)
+        carried = [
+            [torch.empty(shape[0], dtype=torch.float64, device="cpu") for shape in shapes] for _ in range(self._carries)
+        ]
+        return BoundTable(self._module, self._sums, self._passes, shapes, [*lists, *carried], arguments, chunk)
 
 
 class BoundTable:
@@ -81,7 +89,6 @@ class BoundTable:
         if totals is None:
             totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
         self._result = totals if passes == MEASURE_PASS else None
-        self._parallel = sum(map(math.prod, shapes)) >= PARALLEL_FROM
         self._chunks = cut(shapes, chunk)
         self._passes = passes
         slots = [0, *accumulate(map(len, self._chunks))]
@@ -99,7 +106,9 @@ class BoundTable:
             "totals": totals,
             "progress": array("q", bytes(8 * count)),
         }
-        self._serial = _flat(queues(self._chunks, passes, 1)[0])
+        self._sizes = list(map(math.prod, shapes))
+        self._parallel = sum(self._sizes) >= PARALLEL_FROM
+        self._serial = _flat(queues(self._sizes, self._chunks, passes, 1)[0])
         self._threads = 0
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -113,7 +122,7 @@ class BoundTable:
 
     def _write_table(self, threads: int) -> None:
         """Write the table for a number of threads."""
-        own = queues(self._chunks, self._passes, threads)
+        own = queues(self._sizes, self._chunks, self._passes, threads)
         cursors = array("q", bytes(CACHE_LINE * (threads + 1)))
         self._queues = {
             "queued": _flat([task for queue in own for task in queue]),
@@ -153,23 +162,22 @@ def cut(shapes: Sequence[Shape], chunk: int) -> list[list[Task]]:
     return chunks
 
 
-def queues(chunks: Sequence[Sequence[Task]], passes: int, threads: int) -> list[list[Task]]:
+def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], passes: int, threads: int) -> list[list[Task]]:
     """Return the tasks of each thread, in order: large tensors first.
 
     A tensor with enough chunks is divided between all threads. Another one belongs to the thread with the least work.
     A tensor of one chunk is measured and updated in one task. A larger one is updated after it is measured, from its
-    end, which is still in the cache.
+    end, which is still in the cache. ``sizes`` are the numbers of elements of the tensors.
     """
     found: list[list[Task]] = [[] for _ in range(threads)]
     work = [0] * threads
-    for own in sorted(chunks, key=len, reverse=True):
+    for size, own in sorted(zip(sizes, chunks, strict=True), key=itemgetter(0), reverse=True):
         if len(own) >= threads > 1:
-            parts = [own[len(own) * t // threads : len(own) * (t + 1) // threads] for t in range(threads)]
+            parts = {t: own[len(own) * t // threads : len(own) * (t + 1) // threads] for t in range(threads)}
         else:
-            parts = [[]] * threads
-            parts[work.index(min(work))] = list(own)
-        for thread, part in enumerate(parts):
-            work[thread] += sum(task.length for task in part)
+            parts = {work.index(min(work)): own}
+        for thread, part in parts.items():
+            work[thread] += size // len(parts)
             if passes == MEASURE_PASS | UPDATE_PASS and len(own) > 1:
                 found[thread] += [task._replace(passes=MEASURE_PASS) for task in part]
                 found[thread] += [task._replace(passes=UPDATE_PASS) for task in reversed(part)]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from compiled_optim.backends import disk_cache, libraries
 from compiled_optim.backends.base import ArgumentSpec, BoundArguments, ScalarRows, Shape, Signature
-from compiled_optim.backends.graph import SIZES, Place
+from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.backends.inductor import lazy_kernels, lower
 from compiled_optim.backends.recording import CannotRecord, Recording, record
 from compiled_optim.backends.table import MEASURE_PASS, UPDATE_PASS, TableUnit
-from compiled_optim.backends.table_source import MEASURE, UPDATE, write_source
+from compiled_optim.backends.table_source import MEASURE, UPDATE, count_carries, write_source
 from compiled_optim.backends.tracing import TracedGraph, trace
 from compiled_optim.backends.verification import is_close
 from compiled_optim.program import Arguments, Phase, Result, TensorLists, UpdateProgram, count_sums, is_elementwise
@@ -33,6 +33,9 @@ OPTIONS: dict[str, Any] = {
 }
 HINT = 1 << 14
 """The number of elements in a chunk that Inductor should optimise for."""
+
+CARRIES = 2
+"""The largest number of values for each row that are carried from the first pass to the second."""
 
 PASSES = {MEASURE: MEASURE_PASS, UPDATE: UPDATE_PASS}
 RECORDED_SIZES = ((7, 11), (5, 13))
@@ -61,9 +64,10 @@ def compile_table(signature: Signature) -> TableUnit:
     """Compile the unit of a signature, and save it on disk; raise CannotRecord if its code does not fit the driver."""
     graphs = passes_of(signature)
     recordings, kernels = {}, 0
-    for name, (part, passes) in graphs.items():
-        traced = trace(part, hint=HINT, decompose_foreach=part.program.reduces)
-        options = {**OPTIONS, **_graph_pass(passes, traced)}
+    for name, (part, graph_pass) in graphs.items():
+        carried = CARRIES if graph_pass and part.rank > 1 else 0
+        traced = trace(part, hint=HINT, decompose_foreach=part.program.reduces, carries=carried)
+        options = {**OPTIONS, **_graph_pass(graph_pass, traced)}
         with lazy_kernels():
             run, count = lower(traced.module, traced.examples, options)
         recordings[name] = _record(part, run, traced.inputs)
@@ -71,9 +75,11 @@ def compile_table(signature: Signature) -> TableUnit:
     sums = count_unit_sums(signature)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
-    source = write_source(recordings, len(signature.dtypes), scalars, sums, dtype)
+    carries = count_carries(recordings.values())
+    source = write_source(recordings, len(signature.dtypes), carries, scalars, sums, dtype)
     library = libraries.build(source)
-    about = {"sums": sums, "passes": sum(PASSES[name] for name in graphs), "kernels": kernels}
+    passes = sum(PASSES[name] for name in graphs)
+    about = {"sums": sums, "passes": passes, "carries": carries, "kernels": kernels}
     unit = _unit(libraries.load(library), about)
     if not table_agrees(signature, unit):
         raise CannotRecord("its results differ from those of the eager program")
@@ -82,7 +88,7 @@ def compile_table(signature: Signature) -> TableUnit:
 
 
 def _unit(module: Any, about: Mapping[str, int]) -> TableUnit:
-    unit = TableUnit(module, about["sums"], about["passes"])
+    unit = TableUnit(module, about["sums"], about["passes"], about["carries"])
     unit.kernels = about["kernels"]
     return unit
 
@@ -120,7 +126,9 @@ def _graph_pass(name: str, traced: TracedGraph) -> dict[str, Any]:
 
     if ("totals", 0) not in traced.inputs:
         raise CannotRecord("its update() does not use the result of all_reduce()")
-    return {"post_grad_custom_post_pass": getattr(two_passes, name)(traced.inputs.index(("totals", 0)))}
+    carries = [i for i, (source, _) in enumerate(traced.inputs) if source == CARRY]
+    made = getattr(two_passes, name)(traced.inputs.index(("totals", 0)), carries)
+    return {"post_grad_custom_post_pass": made}
 
 
 def _record(signature: Signature, run: Any, places: Sequence[Place]) -> Recording:
@@ -131,6 +139,8 @@ def _record(signature: Signature, run: Any, places: Sequence[Place]) -> Recordin
         for source, index in places:
             if source == SIZES:
                 inputs.append(own[index])
+            elif source == CARRY:
+                inputs.append(torch.empty(own[0], dtype=torch.float64, device="cpu"))
             elif isinstance(source, int):
                 inputs.append(torch.empty(own, dtype=signature.dtypes[source], device="cpu"))
             else:

@@ -2,7 +2,8 @@
 //
 // The text before this file is generated (see table_source.py). It includes the headers, holds the kernels, and defines
 //   Scalar            the type of hyperparameters
-//   LISTS, WIDTH      pointers of a tensor (gradient first), and hyperparameters in a row
+//   LISTS, POINTERS   lists of tensors (gradients first), and pointers of a tensor: LISTS, then its carried values
+//   WIDTH             hyperparameters in a row
 //   SUMS              sums over each tensor
 //   MEASURES, UPDATES which of the two passes exist
 //   measure, update   the passes over one chunk of one tensor
@@ -31,7 +32,7 @@ struct Table {
     const Task* queued;                // all tasks, queue by queue
     const int64_t* queues;             // the first task of each queue, and the number of tasks
     Cursor* cursors;                   // the next task of each queue
-    void* const* pointers;             // LISTS of each tensor; a gradient of null skips the tensor
+    void* const* pointers;             // POINTERS of each tensor; a gradient of null skips the tensor
     const int64_t* row;                // of each tensor
     const Scalar* scalars;             // WIDTH of each row
     const Scalar* grad_scale;          // of each row
@@ -56,7 +57,7 @@ void add_up(const Table& table, int64_t tensor) {
 
 void run_task(const Table& table, const Task& task) {
     const int64_t tensor = task.tensor;
-    void* const* pointers = table.pointers + tensor * LISTS;
+    void* const* pointers = table.pointers + tensor * POINTERS;
     if (pointers[0] == nullptr) return;
     const Scalar* scalars = table.scalars + table.row[tensor] * WIDTH;
     const Scalar* scale = table.grad_scale + table.row[tensor];
@@ -155,7 +156,7 @@ PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
             address = reinterpret_cast<uintptr_t>(memory(items[i]));
             if (address == 0) address = 1;
         }
-        pointers[i * LISTS] = address;
+        pointers[i * POINTERS] = address;
     }
     Py_DECREF(tensors);
     return PyLong_FromLongLong(absent);

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from compiled_optim.backends.graph import Place
+from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.recording import CannotRecord, Extent, Pointer, Recording
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
@@ -46,17 +46,20 @@ PARAMETERS = (
 )
 
 
-def write_source(passes: Mapping[str, Recording], lists: int, scalars: int, sums: int, dtype: torch.dtype) -> str:
+def write_source(
+    passes: Mapping[str, Recording], lists: int, carries: int, scalars: int, sums: int, dtype: torch.dtype
+) -> str:
     """Return the source of a unit.
 
     Args:
         passes: what the generated code of each pass does; the names are MEASURE and UPDATE.
         lists: the number of lists of tensors, including the gradients.
+        carries: the number of values for each row that the first pass carries to the second.
         scalars: the number of values in a row.
         sums: the number of sums over each tensor.
         dtype: the dtype of the scalars.
     """
-    constants = {"LISTS": lists, "WIDTH": scalars, "SUMS": sums}
+    constants = {"LISTS": lists, "POINTERS": lists + carries, "WIDTH": scalars, "SUMS": sums}
     parts = [
         HEADERS,
         f"using Scalar = {'double' if dtype == torch.float64 else 'float'};",
@@ -68,6 +71,12 @@ def write_source(passes: Mapping[str, Recording], lists: int, scalars: int, sums
         _driver(),
     ]
     return "\n".join(parts)
+
+
+def count_carries(recordings: Iterable[Recording]) -> int:
+    """Return the number of values for each row that the first pass carries to the second."""
+    places = [argument for recording in recordings for call in recording.calls for argument in call.arguments]
+    return max((place[1] + 1 for place in places if place[0] == CARRY), default=0)  # type: ignore[operator]
 
 
 @lru_cache
@@ -117,7 +126,9 @@ def _pointer(recording: Recording, kind: str, argument: Place | Pointer) -> str:
         number, offset = argument
         base = "reinterpret_cast<char*>(sums)" if number == recording.output else f"scratch + offset{number}"
         return f"reinterpret_cast<{kind}>({base} + {offset})"
-    source, _ = argument
+    source, index = argument
+    if source == CARRY:
+        return f"reinterpret_cast<{kind}>(pointers[LISTS + {index}]) + start"
     if isinstance(source, str):
         return f"reinterpret_cast<{kind}>({source})"
     return f"reinterpret_cast<{kind}>(pointers[{source}]) + start * size1"

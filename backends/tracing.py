@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_optim.backends.base import Shape, Signature
 from compiled_optim.backends.decompositions import foreach_decompositions
-from compiled_optim.backends.graph import SIZES, Place
+from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.errors import RuleError, first_line
 from compiled_optim.locations import definition, innermost_user_frame
 from compiled_optim.program import Arguments, Program
@@ -37,6 +37,7 @@ def trace(
     hint: int = 1 << 12,
     unbind_scalars: bool = False,
     decompose_foreach: bool = False,
+    carries: int = 0,
 ) -> TracedGraph:
     """Trace a signature's program.
 
@@ -46,6 +47,7 @@ def trace(
         hint: with ``shapes=None``, the number of elements a compiler should optimise for.
         unbind_scalars: pass each hyperparameter as a separate 0-dim tensor.
         decompose_foreach: replace foreach operations by one operation per tensor.
+        carries: add this many inputs with a float64 for each row, which the graph fills with zeros.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,7 +56,10 @@ def trace(
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        examples = _example_inputs(signature, shapes or _any_sizes(signature, mode.shape_env, hint), unbind_scalars)
+        sizes = shapes or _any_sizes(signature, mode.shape_env, hint)
+        examples = _example_inputs(signature, sizes, unbind_scalars)
+        for i in range(carries):
+            examples[CARRY, i] = torch.empty(sizes[0][:1], dtype=torch.float64, device=signature.device)
     places = list(examples)
 
     def flat(*inputs: Any) -> list[Tensor]:
@@ -65,6 +70,8 @@ def trace(
             values = [value for (source, _), value in given.items() if source == name]
             named[name] = values if name == "scalars" and unbind_scalars else values[0]
         result = signature.program(lists, Arguments(**named))
+        for i in range(carries):
+            given[CARRY, i].zero_()
         return [] if result is None else [result]
 
     table = foreach_decompositions() if decompose_foreach else {}

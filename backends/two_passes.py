@@ -2,32 +2,47 @@
 
 The graph comes from the phase BOTH: it returns the sums, and what follows uses their totals. The first pass computes
 the sums. It also stores every result that does not depend on the totals, such as the moments of Lamb. The second pass
-reads these results back instead of computing them again from the gradient.
+reads these results back instead of computing them again from the gradient. Numbers for each row, such as those of
+AdamP, are carried from the first pass to the second in memory of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
 COPY = torch.ops.aten.copy_.default
+SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
+
+
+class Split(NamedTuple):
+    """How a graph is split: the stores of the first pass, and the values that it carries over to the second.
+
+    ``carried`` maps the store of a carry to the value that it shall store.
+    """
+
+    early: list[Node]
+    carried: dict[Node, Node]
 
 
 class FirstPass(CustomGraphPass):
-    """Keeps the sums and the early stores."""
+    """Keeps the sums, the early stores and the carried values."""
 
-    def __init__(self, totals: int) -> None:
-        """``totals`` is the index of the placeholder of the totals."""
-        self._totals = totals
+    def __init__(self, totals: int, carries: Sequence[int]) -> None:
+        """Take the indices of the placeholders of the totals and of the carries."""
+        self._totals, self._carries = totals, tuple(carries)
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
-        early = early_stores(graph, self._totals)
+        early, carried = split(graph, self._totals, self._carries)
         for store in graph.find_nodes(op="call_function", target=COPY):
-            if store not in early:
+            if store in carried:
+                store.update_arg(1, carried[store])
+            elif store not in early:
                 graph.erase_node(store)
         columns: dict[str, Node] = {}
         for store in early:
@@ -43,21 +58,73 @@ class FirstPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return the key of this pass in Inductor's graph cache."""
-        return f"{type(self).__name__} {self._totals} {get_hash_for_files((__file__,))}"
+        return f"{type(self).__name__} {self._totals} {self._carries} {get_hash_for_files((__file__,))}"
 
 
 class SecondPass(FirstPass):
-    """Keeps everything that depends on the totals, and reads early stores back."""
+    """Keeps everything that depends on the totals, and reads back what the first pass has stored."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
-        for store in early_stores(graph, self._totals):
+        early, carried = split(graph, self._totals, self._carries)
+        carries = _placeholders(graph, self._carries)
+        for store in graph.find_nodes(op="call_function", target=COPY):
             home, value = store.args[:2]
-            graph.erase_node(store)
-            value.replace_all_uses_with(home)
+            if store in early or home in carries:
+                graph.erase_node(store)
+                carried.get(store, value).replace_all_uses_with(home)
         (output,) = graph.find_nodes(op="output")
         output.args = ((),)
         graph.eliminate_dead_code()
+
+
+def split(graph: Graph, totals: int, carries: Sequence[int]) -> Split:
+    """Find the results that do not depend on the totals and whose old values are not needed later, and what to carry.
+
+    A result that its store rounds to another dtype is not stored early, because the rule uses it unrounded.
+    """
+    late = _with_users(*_placeholders(graph, [totals]))
+    homes = _placeholders(graph, carries)
+    stores = list(graph.find_nodes(op="call_function", target=COPY))
+    results = [store for store in stores if store.args[0] not in homes]
+    early = [
+        store
+        for store in results
+        if store.args[1] not in late
+        and store.args[1].op != "placeholder"
+        and store.args[0].meta["val"].dtype == store.args[1].meta["val"].dtype
+    ]
+    while True:
+        known = {store.args[1] for store in early}
+        finals = [store.args[1] for store in results if store not in early]
+        small = _row_values(_with_inputs(finals, known), late)
+        carried = dict(zip((store for store in stores if store.args[0] in homes), small, strict=False))
+        if len(small) > len(carried):
+            carried = {}  # too many: the second pass computes them again
+        needed = _with_inputs(finals, known | set(carried.values()))
+        kept = [store for store in early if store.args[0] not in needed]
+        if kept == early:
+            return Split(early, carried)
+        early = kept
+
+
+def _row_values(needed: Collection[Node], late: Collection[Node]) -> list[Node]:
+    """Return the values of rows that the second pass needs, and that it would have to compute from sums over rows."""
+    return [
+        node
+        for node in needed
+        if node.op == "call_function"
+        and node not in late
+        and any(user in late and user in needed for user in node.users)
+        and node.meta["val"].ndim == 1
+        and node.meta["val"].dtype == torch.float64
+        and any(other.target in SUMS for other in _with_inputs([node], ()))
+    ]
+
+
+def _placeholders(graph: Graph, indices: Sequence[int]) -> list[Node]:
+    nodes = list(graph.find_nodes(op="placeholder"))
+    return [nodes[i] for i in indices]
 
 
 def _by_rows(graph: Graph, store: Node, value: Node, columns: dict[str, Node]) -> Node:
@@ -86,30 +153,7 @@ def _by_rows(graph: Graph, store: Node, value: Node, columns: dict[str, Node]) -
     return product
 
 
-def early_stores(graph: Graph, totals: int) -> list[Node]:
-    """Return the stores of results that do not depend on the totals, and whose old values are not needed later.
-
-    A result that its store rounds to another dtype is not among them, because the rule uses it unrounded.
-    """
-    late = set(_with_users(list(graph.find_nodes(op="placeholder"))[totals]))
-    stores = list(graph.find_nodes(op="call_function", target=COPY))
-    early = [
-        store
-        for store in stores
-        if store.args[1] not in late
-        and store.args[1].op != "placeholder"
-        and store.args[0].meta["val"].dtype == store.args[1].meta["val"].dtype
-    ]
-    while True:
-        values = {store.args[1] for store in early}
-        needed = _with_inputs([store.args[1] for store in stores if store not in early], values)
-        kept = [store for store in early if store.args[0] not in needed]
-        if kept == early:
-            return early
-        early = kept
-
-
-def _with_users(node: Node) -> Iterable[Node]:
+def _with_users(node: Node) -> set[Node]:
     """Return a node and everything that depends on it."""
     found, waiting = {node}, [node]
     while waiting:
