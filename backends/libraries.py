@@ -6,15 +6,26 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from operator import is_
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compiled_optim.backends import disk_cache
 
+DATA_PTR: int = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+"""The address of the function with which Inductor's generated code reads the address of a tensor."""
+
 MODULE = "table_unit"
 """The name under which a library initialises itself as an extension module (``PyInit_table_unit``)."""
+
+
+_loaded: Any = None
+"""The library that was loaded last. All have the same functions that check lists of tensors."""
 
 
 def build(source: str) -> Path:
@@ -44,9 +55,34 @@ def build(source: str) -> Path:
 
 def load(library: Path) -> Any:
     """Return a library as a module. It is not added to ``sys.modules``."""
+    global _loaded
     spec = importlib.util.spec_from_file_location(MODULE, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    _loaded = module
     return module
+
+
+def same_memory_check(tensors: Sequence[Tensor]) -> Callable[[list[Tensor]], bool]:
+    """Return a function that compares a list with ``tensors``: the same objects, in the same memory.
+
+    It is native if a library is loaded. ``tensors`` must be plain tensors with memory.
+    """
+    known = list(tensors)
+    if _loaded is None:
+        addresses = list(map(Tensor.data_ptr, known))
+        return lambda others: (
+            len(others) == len(known)
+            and all(map(is_, others, known))
+            and list(map(Tensor.data_ptr, others)) == addresses
+        )
+    same = _loaded.same
+    memory = array("q", map(Tensor.data_ptr, known))
+    address, _ = memory.buffer_info()
+
+    def check(others: list[Tensor], memory: object = memory) -> bool:  # which keeps the addresses alive
+        return bool(same(others, known, address, DATA_PTR))
+
+    return check

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
+from compiled_optim.backends.libraries import DATA_PTR
 from compiled_optim.program import TensorLists
 
 CHUNK = 1 << 17
@@ -28,9 +29,6 @@ PARALLEL_FROM = 1 << 17
 CACHE_LINE = 64
 
 MEASURE_PASS, UPDATE_PASS = 1, 2
-
-DATA_PTR: int = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-"""The address of the function with which Inductor's generated code reads the address of a tensor."""
 
 
 class Task(NamedTuple):

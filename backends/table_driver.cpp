@@ -137,6 +137,26 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// same(tensors, other tensors, address of addresses, address of the function that returns the memory of a tensor):
+// whether two lists hold the same tensors, and whether these are still in the memory at the addresses
+PyObject* same(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t values[2];
+    if (count < 2 || !read_integers(args + 2, count - 2, 2, values)) return nullptr;
+    if (!PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected two lists");
+        return nullptr;
+    }
+    const Py_ssize_t size = PyList_GET_SIZE(args[0]);
+    if (size != PyList_GET_SIZE(args[1])) Py_RETURN_FALSE;
+    auto addresses = reinterpret_cast<void* const*>(values[0]);
+    auto memory = reinterpret_cast<void* (*)(PyObject*)>(values[1]);
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyObject* tensor = PyList_GET_ITEM(args[0], i);
+        if (tensor != PyList_GET_ITEM(args[1], i) || memory(tensor) != addresses[i]) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
 // fill(tensors or None, address of pointers, address of the function that returns the memory of a tensor): write the
 // addresses of gradients, and return how many are None. A gradient without memory is present: it gets the address 1.
 PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -164,6 +184,7 @@ PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef methods[] = {
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
+    {"same", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same)), METH_FASTCALL, nullptr},
     {"fill", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fill)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

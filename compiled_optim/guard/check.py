@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.lanes import picker
+from compiled_optim.backends.libraries import same_memory_check
 from compiled_optim.engine.sharding import has_dtensor, local_shard
 
 
@@ -55,43 +56,42 @@ class Guard:
         bound_states: Sequence[Tensor],
     ) -> None:
         """Record the identity of parameters and states, and the addresses of the bound ones."""
-        self._params = list(params)
-        self._bound_params = tuple(bound_params)
         self.is_sharded = has_dtensor(bound_params)
+        self._all_bound = len(bound_params) == len(params)
+        self._params = list(params)
+        self._bound_params = list(bound_params)
         bound = self._local_params()
-        self._addresses = list(map(Tensor.data_ptr, bound))
-        self._check_params = metadata_check(bound)
+        self._same_params = same_memory_check(bound)
         self._pick_planned = picker(list(planned))
         self._pick_others = picker([i for i in range(len(params)) if i not in planned])
         self._skippable = list(planned.values())
         # a gradient that is None now is expected to look like its parameter
         expected = [grads[i] if like is None or grads[i] is not None else like.detach() for i, like in planned.items()]
         self._expected = list(map(_metadata, expected))
-        self._check_grads = metadata_check(expected)
+        self._check_metadata = metadata_check([*bound, *expected])
         self._stand_ins: list[Tensor | None] | None = None
         self._state = _state_values(state)
         self._bound_states = list(bound_states)
         self._state_addresses = list(map(Tensor.data_ptr, bound_states))
 
-    def match(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Match:
+    def match(self, params: list[Tensor], grads: Sequence[Tensor | None]) -> Match:
         """Compare parameters and gradients with those of the plan, and the memory of the parameters."""
-        bound = self._local_params() if self.is_sharded else self._bound_params
-        if not (
-            len(params) == len(self._params)
-            and all(map(is_, params, self._params))
-            and list(map(Tensor.data_ptr, bound)) == self._addresses
-            and self._check_params(bound)
-            and all(map(is_, self._pick_others(grads), repeat(None)))
-        ):
+        if self._all_bound and not self.is_sharded:
+            bound = params
+        elif same_objects(params, self._params):
+            bound = self._local_params()
+        else:
+            return Match.NONE
+        if not self._same_params(bound) or not all(map(is_, self._pick_others(grads), repeat(None))):
             return Match.NONE
         planned = self._pick_planned(grads)
-        if self._check_grads(planned):
+        if self._check_metadata([*bound, *planned]):
             return Match.ALL
         # compare a stand-in in the place of each gradient that is None
         if self._stand_ins is None:
             self._stand_ins = self._make_stand_ins()
         filled = [stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)]
-        return Match.SOME if self._check_grads(filled) else Match.NONE
+        return Match.SOME if self._check_metadata([*bound, *filled]) else Match.NONE
 
     def _make_stand_ins(self) -> list[Tensor | None]:
         """Return tensors that look like the expected gradients, for those that may be None."""
@@ -110,9 +110,9 @@ class Guard:
         addresses = list(map(Tensor.data_ptr, self._bound_states))
         return addresses == self._state_addresses and same_objects(_state_values(state), self._state)
 
-    def _local_params(self) -> Sequence[Tensor]:
-        """Return the local shards of the bound parameters."""
-        return list(map(local_shard, self._bound_params))
+    def _local_params(self) -> list[Tensor]:
+        """Return the bound parameters, or their local shards."""
+        return list(map(local_shard, self._bound_params)) if self.is_sharded else self._bound_params
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
