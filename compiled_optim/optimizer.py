@@ -156,8 +156,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         _torch_method("add_param_group")(self, param_group)
         group = self.param_groups[-1]
         try:
-            for device in dict.fromkeys(param.device for param in group["params"]):
-                self._stepper.backend_for(device)
+            self._stepper.check_devices({param.device for param in group["params"]})
             check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
             self.param_groups.pop()

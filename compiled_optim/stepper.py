@@ -48,6 +48,7 @@ class Stepper:
         self._events = EventLog(self._name)
         self._unit_log = UnitLog()
         self._has_stepped = False
+        self._usable_devices: set[torch.device] = set()
 
     def discard_plan(self) -> None:
         """Discard the plan; the next step makes a new one."""
@@ -112,6 +113,12 @@ class Stepper:
         found = [*problems, *advice(names, state, self._plan, units, self.uses_scaler)]
         mode = "compiled" if self.settings.compile else "eager"
         return Explanation.from_plan(self._name, mode, [*in_use], self._plan, units, events, found)
+
+    def check_devices(self, devices: set[torch.device]) -> None:
+        """Raise if the backend for one of these devices cannot be used here."""
+        for device in devices - self._usable_devices:
+            self.backend_for(device)
+        self._usable_devices |= devices
 
     def backend_for(self, device: torch.device) -> Backend:
         """Return the backend for parameters on this device; raise if it cannot be used here."""

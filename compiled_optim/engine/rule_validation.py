@@ -45,11 +45,14 @@ VALUE_READERS = {
 def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Sequence[str]]) -> None:
     """Raise if the rule or a parameter of a new group cannot be stepped. ``names`` returns those of all parameters."""
     check_rule(rule, group)
+    params = group["params"]
+    is_plain = PLAIN_TYPES.issuperset(map(type, params))
+    if is_plain and is_ours(type(rule)):
+        return
     program = rule.program(group)
     if compiled:
         try_out(rule, program)
-    params = group["params"]
-    if any(type(param) not in PLAIN_TYPES for param in params):
+    if not is_plain:
         for name, param in zip(names()[-len(params) :], params, strict=True):
             check_supported(type(rule).__name__, name, param, program, rule.rowwise)
 

@@ -136,11 +136,8 @@ def metadata_check(tensors: Sequence[Tensor | None]) -> Check:
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        check = TensorGuards(
-            *given,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in given],  # type: ignore[misc]
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in given],  # type: ignore[misc]
-        ).check
+        # None: no dimension is dynamic, so all sizes and strides are compared
+        check = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (ImportError, TypeError):
         return plain_metadata_check(tensors)
     if len(given) == len(tensors):
