@@ -208,7 +208,7 @@ class Backend(ABC):
     """Whether one call takes tensors with different rows of scalars, and skips those without a gradient. If not, a
     batch contains parameters of one group and one step count, all with a gradient."""
     by_address: bool = False
-    """Whether calls use only the addresses of tensors, so that these are not viewed in the shape of their lane."""
+    """Whether calls use only the addresses of tensors, so that these are not viewed in the shapes of the batch."""
 
     def __init__(self) -> None:
         self._units: dict[Signature, Unit] = {}

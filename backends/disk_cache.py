@@ -2,8 +2,9 @@
 
 A signature holds everything a unit depends on, so records are keyed by the signature. A record names a library in the
 same directory and its digest. Loading needs neither tracing nor Inductor: a process with all units on disk does not
-import it, and the directory may be read-only. A unit whose record or library is damaged is compiled again, and one that
-cannot be written is kept in memory only. Loaded units are verified like new ones.
+import it, and the directory may be read-only. A unit whose record or library is damaged is compiled again. A record
+that cannot be written is left out; a library that cannot be written is an error. Loaded units are verified like new
+ones.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from compiled_optim.backends.base import Call, Shape
 from compiled_optim.program import TensorLists
 
 Place = tuple[int | str, int]
-"""The source of an input and its index there. A source is the number of a list, the name of an argument, or SIZES."""
+"""The source of an input and its index there: the number of a list, the name of an argument, SIZES or CARRY."""
 
 SIZES = "sizes"
-"""The source of inputs that are the sizes of the lanes, dimension by dimension."""
+"""The source of inputs that are the sizes of the tensors, dimension by dimension."""
 
 CARRY = "carry"
 """The source of inputs that carry a number for each row from the first pass over a tensor to the second."""

@@ -1,4 +1,4 @@
-"""The base of all built-in backends: split a batch into calls of units, and combine the results of the calls."""
+"""The base of all built-in backends but the CPU's: split a batch into calls of units, and combine their results."""
 
 from __future__ import annotations
 

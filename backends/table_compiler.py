@@ -24,7 +24,7 @@ from compiled_optim.program import Arguments, Phase, Result, TensorLists, Update
 
 OPTIONS: dict[str, Any] = {
     "cpp.threads": 1,  # the driver starts the threads
-    # the engine guarantees that the tensors of a lane have equal sizes
+    # the engine guarantees that a parameter, its gradient and its states have equal sizes
     "size_asserts": False,
     "alignment_asserts": False,
     "do_not_emit_runtime_assertions": True,

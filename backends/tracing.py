@@ -104,7 +104,7 @@ def _width(signature: Signature) -> int:
 
 
 def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
-    """Return symbolic shapes for the lanes.
+    """Return symbolic shapes, one for each tensor of a list.
 
     The symbols are unbacked, because backed symbols specialise on the sizes 0 and 1.
     """

@@ -109,14 +109,14 @@ class Rule:
     """
 
     def check(self, group: Group) -> None:
-        """Raise ValueError if a hyperparameter is out of range. The default is ``checks.check_usual``."""
+        """Raise ValueError if a hyperparameter is out of range. The default is ``hyperparameters.check_usual``."""
         check_usual(group)
 
     def derived(self, group: Group, step: int) -> Mapping[str, float | bool]:
         """Return the values for this step that are not entries of the group; the first step is 1.
 
-        This runs on the host, in double precision, once per step. A bool with the name of an optional state selects
-        whether the group keeps that state.
+        This runs on the host, in double precision, in each step once for each row. A bool with the name of an
+        optional state selects whether the group keeps that state.
         """
         return {}
 

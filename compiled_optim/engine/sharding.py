@@ -3,7 +3,7 @@
 The engine works on local tensors. This module returns the local tensors, and all-reduces sums over shards.
 
 Limit: all processes have to step the same parameters. If a parameter has a gradient in one process and none in another,
-collectives hang, as everywhere in torch.distributed.
+collectives may hang, as everywhere in torch.distributed.
 """
 
 from __future__ import annotations
