@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from compiled_optim.backends.base import (
     UnitCall,
 )
 from compiled_optim.program import Result, TensorLists
+from compiled_optim.tensors import picker
 
 
 class LaneBackend(Backend):
@@ -109,10 +108,3 @@ class _FinishBatch(BoundBatch):
         for part, places in zip(self._parts, self._places, strict=True):
             part.view(self._totals.shape[1], -1)[:, : len(places)] = self._totals[places].T
         super().__call__(grads)
-
-
-def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function that selects the items at these indices; it uses a slice if they are consecutive."""
-    consecutive = slice(indices[0], indices[-1] + 1) if indices else slice(0)
-    same = list(indices) == list(range(consecutive.stop))[consecutive]
-    return itemgetter(consecutive) if same else itemgetter(*indices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -87,8 +87,7 @@ class BoundTable:
         if totals is None:
             totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
         self._result = totals if passes == MEASURE_PASS else None
-        self._chunks = cut(shapes, chunk)
-        self._passes = passes
+        self._chunks = cut(shapes, chunk, passes)
         slots = [0, *accumulate(map(len, self._chunks))]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         self._pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
@@ -106,7 +105,8 @@ class BoundTable:
         }
         self._sizes = list(map(math.prod, shapes))
         self._parallel = sum(self._sizes) >= PARALLEL_FROM
-        self._serial = _flat(queues(self._sizes, self._chunks, passes, 1)[0])
+        (serial,) = queues(self._sizes, self._chunks, 1)
+        self._serial = _flat(serial)
         self._threads = 0
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -120,13 +120,14 @@ class BoundTable:
 
     def _write_table(self, threads: int) -> None:
         """Write the table for a number of threads."""
-        own = queues(self._sizes, self._chunks, self._passes, threads)
-        cursors = array("q", bytes(CACHE_LINE * (threads + 1)))
-        self._queues = {
-            "queued": _flat([task for queue in own for task in queue]),
-            "queues": array("q", [0, *accumulate(map(len, own))]),
-            "cursors": cursors,
-        }
+        self._queues = {"queued": None, "queues": None, "cursors": None}
+        if threads > 1:
+            own = queues(self._sizes, self._chunks, threads)
+            self._queues = {
+                "queued": _flat([task for queue in own for task in queue]),
+                "queues": array("q", [0, *accumulate(map(len, own))]),
+                "cursors": array("q", bytes(CACHE_LINE * (threads + 1))),
+            }
         addresses = {name: _address(memory) for name, memory in {**self._queues, **self._tensors}.items()}
         addresses["cursors"] += -addresses["cursors"] % CACHE_LINE
         tasks = len(self._serial) // len(Task._fields)
@@ -136,7 +137,7 @@ class BoundTable:
 
 
 def _flat(tasks: Sequence[Task]) -> array[int]:
-    return array("q", [field for task in tasks for field in task])
+    return array("q", chain.from_iterable(tasks))
 
 
 def _address(memory: array[Any] | Tensor | None) -> int:
@@ -145,8 +146,8 @@ def _address(memory: array[Any] | Tensor | None) -> int:
     return memory.data_ptr() if isinstance(memory, Tensor) else memory.buffer_info()[0]
 
 
-def cut(shapes: Sequence[Shape], chunk: int) -> list[list[Task]]:
-    """Cut each tensor into chunks of about ``chunk`` elements; return a task without passes for each. Rows stay whole.
+def cut(shapes: Sequence[Shape], chunk: int, passes: int) -> list[list[Task]]:
+    """Cut each tensor into chunks of about ``chunk`` elements; return a task for each. Rows are not cut.
 
     The length depends on nothing else, so the sums over a tensor are always added in the same order.
     """
@@ -155,12 +156,14 @@ def cut(shapes: Sequence[Shape], chunk: int) -> list[list[Task]]:
     for i, shape in enumerate(shapes):
         length = chunk if len(shape) == 1 else max(1, chunk // max(shape[1], 1))
         starts = range(0, shape[0], length) if math.prod(shape) else ()
-        chunks.append([Task(i, start, min(length, shape[0] - start), slot + n, 0) for n, start in enumerate(starts)])
+        chunks.append(
+            [Task(i, start, min(length, shape[0] - start), slot + n, passes) for n, start in enumerate(starts)]
+        )
         slot += len(starts)
     return chunks
 
 
-def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], passes: int, threads: int) -> list[list[Task]]:
+def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], threads: int) -> list[list[Task]]:
     """Return the tasks of each thread, in order: large tensors first.
 
     A tensor with enough chunks is divided between all threads. Another one belongs to the thread with the least work.
@@ -176,9 +179,9 @@ def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], passes: int, 
             parts = {work.index(min(work)): own}
         for thread, part in parts.items():
             work[thread] += size // len(parts)
-            if passes == MEASURE_PASS | UPDATE_PASS and len(own) > 1:
+            if len(own) > 1 and own[0].passes == MEASURE_PASS | UPDATE_PASS:
                 found[thread] += [task._replace(passes=MEASURE_PASS) for task in part]
                 found[thread] += [task._replace(passes=UPDATE_PASS) for task in reversed(part)]
             else:
-                found[thread] += [task._replace(passes=passes) for task in part]
+                found[thread] += part
     return found

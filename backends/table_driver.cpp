@@ -158,7 +158,7 @@ PyObject* same(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // fill(tensors or None, address of pointers, address of the function that returns the memory of a tensor): write the
-// addresses of gradients, and return how many are None. A gradient without memory is present: it gets the address 1.
+// addresses of gradients, null for None. A gradient without memory is present: it gets the address 1.
 PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t values[2];
     if (count < 1 || !read_integers(args + 1, count - 1, 2, values)) return nullptr;
@@ -167,19 +167,16 @@ PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
     auto pointers = reinterpret_cast<uintptr_t*>(values[0]);
     auto memory = reinterpret_cast<void* (*)(PyObject*)>(values[1]);
     PyObject** items = PySequence_Fast_ITEMS(tensors);
-    int64_t absent = 0;
     for (Py_ssize_t i = 0, n = PySequence_Fast_GET_SIZE(tensors); i < n; i++) {
         uintptr_t address = 0;
-        if (items[i] == Py_None) {
-            absent++;
-        } else {
+        if (items[i] != Py_None) {
             address = reinterpret_cast<uintptr_t>(memory(items[i]));
             if (address == 0) address = 1;
         }
         pointers[i * POINTERS] = address;
     }
     Py_DECREF(tensors);
-    return PyLong_FromLongLong(absent);
+    Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {

@@ -152,14 +152,9 @@ class Stepper:
         self._compile(buckets, groups)
         plan = Plan(self._rule, groups, state, buckets, grads)
         plan.refresh(groups)
-        planned = {
-            entry.index: entry.local if bucket.backend.takes_rows else None
-            for bucket in buckets
-            for entry in bucket.entries
-        }
         # also parameters without a gradient: if one is reallocated, its state has to follow
         bound = list(filter(has_memory, params))
-        self._guard = Guard(params, grads, state, bound, planned, plan.states)
+        self._guard = Guard(params, grads, state, bound, plan.skippable(grads), plan.states)
         self._plan = plan
         return plan, grads
 

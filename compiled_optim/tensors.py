@@ -8,6 +8,7 @@ Plain ``torch._foreach_*`` functions and loops over the lists accept both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -250,3 +251,10 @@ def materialize(tensor: Tensor) -> Tensor:
     Inductor has to store the input of ``as_strided`` in memory.
     """
     return tensor.as_strided(tensor.shape, tensor.stride())
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that selects the items at these indices; it uses a slice if they are consecutive."""
+    consecutive = slice(indices[0], indices[-1] + 1) if indices else slice(0)
+    same = list(indices) == list(range(consecutive.stop))[consecutive]
+    return itemgetter(consecutive) if same else itemgetter(*indices)

@@ -29,11 +29,11 @@ class GradScaling:
         self.clips = clips
         self.norms: list[BoundBatch | None] = [bucket.norm.bind() if clips else None for bucket in buckets]
 
-    def run(self, buckets: Sequence[Rows], grads: Sequence[Grads], unscale: Tensor | None) -> Tensor | None:
+    def run(self, bucket_rows: Sequence[Rows], grads: Sequence[Grads], unscale: Tensor | None) -> Tensor | None:
         """Set ``grad_scale`` of each bucket; return the norm of all gradients if any are clipped."""
-        clips = [self._clips_of_groups(rows.bucket) for rows in buckets]
-        norms = self._pool_norms(buckets, grads, clips) if self.clips else {}
-        for rows, of_group in zip(buckets, clips, strict=True):
+        clips = [self._clips_of_groups(rows.bucket) for rows in bucket_rows]
+        norms = self._pool_norms(bucket_rows, grads, clips) if self.clips else {}
+        for rows, of_group in zip(bucket_rows, clips, strict=True):
             target = rows.grad_scale
             scale = None if unscale is None else unscale.to(target, non_blocking=True)
             factors: dict[Hashable, Tensor] = {}
@@ -57,15 +57,15 @@ class GradScaling:
         return {number: tuple(self._rule.clips(bucket.groups[number], bucket.dtypes[0])) for number in numbers}
 
     def _pool_norms(
-        self, buckets: Sequence[Rows], grads: Sequence[Grads], clips: Sequence[dict[int, tuple[Clip, ...]]]
+        self, bucket_rows: Sequence[Rows], grads: Sequence[Grads], clips: Sequence[dict[int, tuple[Clip, ...]]]
     ) -> dict[Hashable, Tensor]:
         """Return the norm of the gradients in each pool, before they are unscaled."""
         squares = []
-        for rows, norm, own, of_group in zip(buckets, self.norms, grads, clips, strict=True):
+        for rows, norm, own, of_group in zip(bucket_rows, self.norms, grads, clips, strict=True):
             assert norm is not None
             squares.append(_by_group(rows, norm(own), list(of_group)) if _has_pools(of_group) else norm(own))
         pools: dict[Hashable, list[Tensor]] = {None: []}
-        for total, of_group in zip(_all_reduce(buckets, squares), clips, strict=True):
+        for total, of_group in zip(_all_reduce(bucket_rows, squares), clips, strict=True):
             if total is None:
                 continue
             pools[None].append(total)
@@ -104,15 +104,15 @@ def _by_group(rows: Rows, squares: Tensor | None, groups: Sequence[int]) -> Tens
     return squares.new_zeros(len(groups)).index_add_(0, owners, squares)
 
 
-def _all_reduce(buckets: Sequence[Rows], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _all_reduce(bucket_rows: Sequence[Rows], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the sums of squares of the buckets over all shards, with one collective for each ShardSpec."""
     totals = list(squares)
     members: dict[ShardSpec, list[int]] = {}
-    for i, rows in enumerate(buckets):
+    for i, rows in enumerate(bucket_rows):
         if rows.bucket.shards is not None:
             members.setdefault(rows.bucket.shards, []).append(i)
     for spec, places in members.items():
-        parts = [_part(buckets[i], squares[i]) for i in places]
+        parts = [_part(bucket_rows[i], squares[i]) for i in places]
         stacked = torch.cat(parts)
         spec.all_reduce_(stacked)
         for i, total in zip(places, stacked.split([len(part) for part in parts]), strict=True):

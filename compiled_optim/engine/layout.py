@@ -63,6 +63,8 @@ def copy_like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | No
 def full_like(param: Tensor, value: float, rows: bool) -> Tensor:
     """Return a tensor with the parameter's working strides that holds one value, in both parts if complex."""
     if param.is_contiguous():
+        if value == 0:
+            return torch.zeros_like(param, memory_format=torch.contiguous_format)
         tensor = torch.empty_like(param, memory_format=torch.contiguous_format)
     else:
         strides = working_strides(param, rows)
@@ -114,6 +116,13 @@ def span(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same metadata, except for lazy bits, that holds no memory."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    made.untyped_storage().resize_(0)
+    return made
 
 
 def is_expanded(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import is_
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends import BoundArguments, BoundBatch, BoundCall
-from compiled_optim.backends.lanes import picker
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.clipping import GradScaling
 from compiled_optim.engine.rows import RowReader, Rows
 from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.tensors import picker
 
 
 class BoundBucket:
@@ -47,7 +47,7 @@ class BoundBucket:
                 steps.append(states.place_step(values, step, taken))
             kept.append(states.materialize_states(values, entry.param, entry.local, initial, bucket.rows))
         self.states = [*steps, *(tensor for tensors in kept for tensor in tensors)]
-        self.rows = Rows(bucket, counters, readers)
+        self.scalar_rows = Rows(bucket, counters, readers)
         totals = None
         if bucket.sums:
             totals = torch.zeros(len(entries), bucket.sums, dtype=bucket.sum_dtype, device=bucket.device)
@@ -55,7 +55,9 @@ class BoundBucket:
         lists = [[self._updated(entry) for entry in entries], *map(list, zip(*kept, strict=True))]
         if not bucket.backend.by_address:
             lists = [[layout.working_view(tensor, bucket.rows) for tensor in tensors] for tensors in lists]
-        arguments = BoundArguments(self.rows.scalars, self.rows.grad_scale if program.scaled else None, totals)
+        arguments = BoundArguments(
+            self.scalar_rows.scalars, self.scalar_rows.grad_scale if program.scaled else None, totals
+        )
         self._measure = None if bucket.measure is None else bucket.measure.bind(lists, arguments)
         self._update = bucket.update.bind(lists, arguments)
 
@@ -74,6 +76,11 @@ class BoundBucket:
             viewed[i] = grad if grad is None else view(grad)
         return viewed
 
+    @property
+    def converted(self) -> list[int]:
+        """The indices, among the entries, of gradients that are converted before use."""
+        return [i for i, view in self._grad_views.items() if view.func is _converted]
+
     def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
         """Update the parameters and states in place. ``some_absent`` is True if a gradient may be None."""
         for copy, param in self._copies:
@@ -86,7 +93,7 @@ class BoundBucket:
         self._update(grads)
         for copy, param in self._copies:
             param.copy_(copy)
-        self.rows.advance([grad is not None for grad in grads] if some_absent else None)
+        self.scalar_rows.advance([grad is not None for grad in grads] if some_absent else None)
 
     def _updated(self, entry: Entry) -> Tensor:
         """Return the tensor that is updated: the parameter itself, or a copy if it is not dense."""
@@ -98,10 +105,10 @@ class BoundBucket:
         self.copied.append(entry)
         return copy
 
-    def _views_of(self, grads: Sequence[Tensor | None]) -> dict[int, Callable[[Tensor], Tensor]]:
+    def _views_of(self, grads: Sequence[Tensor | None]) -> dict[int, partial[Tensor]]:
         """Return, by index, the function that converts or views a gradient; none for gradients used as they are."""
         rows, by_address = self.bucket.rows, self.bucket.backend.by_address
-        views: dict[int, Callable[[Tensor], Tensor]] = {}
+        views: dict[int, partial[Tensor]] = {}
         for i, (entry, grad) in enumerate(zip(self.bucket.entries, grads, strict=True)):
             like = entry.local if grad is None else grad  # a later gradient that differs from it makes a new plan
             if like.dtype != entry.grad_dtype or not layout.pairs_with(entry.local, like, rows):
@@ -163,13 +170,25 @@ class Plan:
         """All state tensors the calls are bound to."""
         return [state for bucket in self.buckets for state in bucket.states]
 
+    def skippable(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """Return, by index, a tensor that looks like the gradient if a step may skip the parameter, else None."""
+        found: dict[int, Tensor | None] = {}
+        for bound in self.buckets:
+            takes_rows = bound.bucket.backend.takes_rows
+            found |= {entry.index: entry.local if takes_rows else None for entry in bound.bucket.entries}
+            for i in bound.converted if takes_rows else ():
+                grad = grads[bound.bucket.entries[i].index]
+                if grad is not None:
+                    found[bound.bucket.entries[i].index] = layout.without_memory(grad)
+        return found
+
     def refresh(self, groups: Sequence[Group]) -> bool:
         """Compute the hyperparameters of this step; return False if the plan is no longer valid for these groups."""
         if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             return False
         if [len(group["params"]) for group in groups] != self._group_sizes:
             return False
-        return all(bucket.rows.fill() for bucket in self.buckets)
+        return all(bucket.scalar_rows.fill() for bucket in self.buckets)
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool, unscale: Tensor | None) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
@@ -179,7 +198,7 @@ class Plan:
         picked = [bucket.pick_grads(grads) for bucket in self.buckets]
         norm = None
         if unscale is not None or self.scaling.clips:
-            norm = self.scaling.run([bucket.rows for bucket in self.buckets], picked, unscale)
+            norm = self.scaling.run([bucket.scalar_rows for bucket in self.buckets], picked, unscale)
         for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
             bucket.run(bucket_grads, some_absent)
         # compiled code writes through pointers, so autograd's version counters are incremented here

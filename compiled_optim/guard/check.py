@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.backends.lanes import picker
 from compiled_optim.backends.libraries import same_memory_check
 from compiled_optim.engine.sharding import has_dtensor, local_shard
+from compiled_optim.tensors import picker
 
 
 class Match(Enum):
@@ -41,8 +41,8 @@ class Guard:
         grads: their gradients.
         state: the state of the optimizer.
         bound_params: the parameters whose memory is watched.
-        planned: the indices of the parameters that the plan steps, with the parameter or shard that is updated if a
-            step may skip it, because its gradient is None, and None otherwise.
+        planned: the indices of the parameters that the plan steps. If a step may skip a parameter, because its
+            gradient is None, with a tensor of which ``detach()`` looks like the gradient; with None otherwise.
         bound_states: the state tensors the plan is bound to.
     """
 
@@ -67,7 +67,6 @@ class Guard:
         self._skippable = list(planned.values())
         # a gradient that is None now is expected to look like its parameter
         expected = [grads[i] if like is None or grads[i] is not None else like.detach() for i, like in planned.items()]
-        self._expected = list(map(_metadata, expected))
         self._check_metadata = metadata_check([*bound, *expected])
         self._stand_ins: list[Tensor | None] | None = None
         self._state = _state_values(state)
@@ -89,21 +88,9 @@ class Guard:
             return Match.ALL
         # compare a stand-in in the place of each gradient that is None
         if self._stand_ins is None:
-            self._stand_ins = self._make_stand_ins()
+            self._stand_ins = [None if like is None else like.detach() for like in self._skippable]
         filled = [stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)]
         return Match.SOME if self._check_metadata([*bound, *filled]) else Match.NONE
-
-    def _make_stand_ins(self) -> list[Tensor | None]:
-        """Return tensors that look like the expected gradients, for those that may be None."""
-        made: list[Tensor | None] = []
-        for like, expected in zip(self._skippable, self._expected, strict=True):
-            stand_in = None if like is None else like.detach()
-            if stand_in is not None and expected is not None and _metadata(stand_in) != expected:
-                _, dtype, device, _, shape, strides, (*_, requires_grad) = expected
-                stand_in = torch.empty_strided(shape, strides, dtype=dtype, device=device, requires_grad=requires_grad)
-                stand_in.untyped_storage().resize_(0)  # only its metadata is needed
-            made.append(stand_in)
-        return made
 
     def state_holds(self, state: Mapping[Any, Any]) -> bool:
         """Return True if the states are the objects of the plan, in the same memory."""

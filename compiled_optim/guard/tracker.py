@@ -48,6 +48,7 @@ class Tracker:
         self._seen: dict[Tensor, Description] = {}
         self.watches: list[Watch] = []
         self._vacant: dict[Place, int] = {}
+        self._is_current = False  # whether find() has found no difference
 
     def watch(self, module: nn.Module) -> None:
         """Watch a module; record its new parameters if it is watched already."""
@@ -95,6 +96,9 @@ class Tracker:
     def find(self, groups: Sequence[Group]) -> list[Move]:
         """Return how the parameters in these groups have changed since they were last recorded."""
         held = all_params(groups)
+        self._is_current = _descriptions(held) == self._seen and self.modules_unchanged()
+        if self._is_current:
+            return []
         names = dict(zip(held, self.names(groups), strict=True))
         numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
         moves = [] if self.modules_unchanged() else self._look_into_modules(names, numbers)
@@ -122,7 +126,9 @@ class Tracker:
                     state[heir] = convert_states(values, before.dtype, heir)
 
     def accept(self, groups: Sequence[Group], moves: Sequence[Move]) -> None:
-        """Record the parameters and modules as they are now."""
+        """Record the parameters and modules as they are now. ``moves`` are those that :meth:`find` has returned."""
+        if self._is_current:
+            return
         places = self._places()
         for move in moves:
             if not move.members and move.param in places:

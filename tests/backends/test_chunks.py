@@ -12,9 +12,10 @@ import torch
 
 import compiled_optim as co
 from catalog import CATALOG
+from compiled_optim.backends.table import CHUNK
 from tests.helpers import copies, gradients, parameters
 
-CHUNKS = (16_384, 32_768, 65_536)
+CHUNKS = (65_536, CHUNK)
 LENGTHS = [0, 1, 2, 15, 16, 17, *(n for c in CHUNKS for n in (c - 1, c, c + 1, 2 * c + 3))]
 VECTORS = [(n,) for n in LENGTHS]
 MATRICES = [(1, n) for n in LENGTHS] + [(n, 2) for n in LENGTHS] + [(3, 16_384), (16_385, 3), (129, 127)]

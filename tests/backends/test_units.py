@@ -237,7 +237,7 @@ BOTH = MEASURE_PASS | UPDATE_PASS
 def queued(shapes, passes, threads):
     """Return the tasks of each thread, with chunks of 10 elements."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    return queues(sizes, cut(shapes, 10), passes, threads)
+    return queues(sizes, cut(shapes, 10, passes), threads)
 
 
 def test_tensors_are_cut_into_tasks():
