@@ -81,7 +81,7 @@ class ScalarRows:
         for row in values:
             numbers += row
             numbers += map(ONE_MINUS, row)
-        self._memory[: len(numbers)] = array(self._typecode, numbers)
+        self._memory[: len(numbers)] = array(self._typecode, numbers)  # type: ignore[arg-type]
 
 
 class BoundArguments(NamedTuple):

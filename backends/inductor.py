@@ -98,7 +98,7 @@ def lazy_kernels() -> Iterator[None]:
                 return original(self, types, source, *args, **kwargs)
 
             cpp_pybinding.original = original  # type: ignore[attr-defined]
-            AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
+            AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[assignment, method-assign]
         _lazy_threads.add(thread)
     try:
         yield

@@ -120,7 +120,7 @@ class BoundTable:
 
     def _write_table(self, threads: int) -> None:
         """Write the table for a number of threads."""
-        self._queues = {"queued": None, "queues": None, "cursors": None}
+        self._queues: dict[str, array[int] | None] = {"queued": None, "queues": None, "cursors": None}
         if threads > 1:
             own = queues(self._sizes, self._chunks, threads)
             self._queues = {
@@ -131,8 +131,7 @@ class BoundTable:
         addresses = {name: _address(memory) for name, memory in {**self._queues, **self._tensors}.items()}
         addresses["cursors"] += -addresses["cursors"] % CACHE_LINE
         tasks = len(self._serial) // len(Task._fields)
-        count = len(self._tensors["columns"])
-        self._table = array("q", [count, tasks, _address(self._serial), threads, *addresses.values()])
+        self._table = array("q", [len(self._sizes), tasks, _address(self._serial), threads, *addresses.values()])
         self._place, self._threads = _address(self._table), threads
 
 

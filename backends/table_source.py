@@ -76,7 +76,7 @@ def write_source(
 def count_carries(recordings: Iterable[Recording]) -> int:
     """Return the number of values for each row that the first pass carries to the second."""
     places = [argument for recording in recordings for call in recording.calls for argument in call.arguments]
-    return max((place[1] + 1 for place in places if place[0] == CARRY), default=0)  # type: ignore[operator]
+    return max((place[1] + 1 for place in places if place[0] == CARRY), default=0)
 
 
 @lru_cache

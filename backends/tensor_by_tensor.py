@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from compiled_optim.backends.base import BoundArguments, Call, Shape, Signature,
 from compiled_optim.backends.graph import Graph
 from compiled_optim.backends.inductor import lower
 from compiled_optim.backends.tracing import trace
-from compiled_optim.backends.verification import agrees, disagreement
+from compiled_optim.backends.verification import ExampleArguments, agrees, disagreement
 from compiled_optim.program import TensorLists
 
 OPTIONS: dict[str, Any] = {
@@ -78,10 +79,10 @@ def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
     graph = Graph(run, traced.inputs, kernels)
     for size in (37, 1):
         shape = (size,) if signature.rank == 1 else (size, 5)
-        if not agrees(
-            signature,
-            [shape],
-            lambda lists, arguments, shape=shape: graph(graph.order_inputs([shape], lists, arguments)),
-        ):
+        if not agrees(signature, [shape], partial(_run_on, graph, shape)):
             raise disagreement(signature)
     return TensorByTensorUnit(graph, sums)
+
+
+def _run_on(graph: Graph, shape: Shape, lists: TensorLists, arguments: ExampleArguments) -> Sequence[Tensor]:
+    return graph(graph.order_inputs([shape], lists, arguments))

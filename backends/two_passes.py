@@ -9,6 +9,8 @@ AdamP, are carried from the first pass to the second in memory of their own.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from operator import is_not
 from typing import NamedTuple
 
 import torch
@@ -46,19 +48,19 @@ class FirstPass(CustomGraphPass):
                 graph.erase_node(store)
         columns: dict[str, Node] = {}
         for store in early:
-            value = store.args[1]
+            _, value = _home_and_value(store)
             if value.target is COPY:
                 continue  # stored already, into another state
             # behind the value, so that Inductor stores it in the loop that computes the sums
             value.append(store)
-            value.replace_all_uses_with(store, delete_user_cb=lambda user, store=store: user is not store)
+            value.replace_all_uses_with(store, delete_user_cb=partial(is_not, store))
             if value.meta["val"].ndim == 2:
                 store.update_arg(1, _by_rows(graph, store, value, columns))
         graph.eliminate_dead_code()
 
     def uuid(self) -> str:
         """Return the key of this pass in Inductor's graph cache."""
-        return f"{type(self).__name__} {self._totals} {self._carries} {get_hash_for_files((__file__,))}"
+        return f"{type(self).__name__} {self._totals} {self._carries} {get_hash_for_files((__file__,))!r}"
 
 
 class SecondPass(FirstPass):
@@ -69,7 +71,7 @@ class SecondPass(FirstPass):
         early, carried = split(graph, self._totals, self._carries)
         carries = _placeholders(graph, self._carries)
         for store in graph.find_nodes(op="call_function", target=COPY):
-            home, value = store.args[:2]
+            home, value = _home_and_value(store)
             if store in early or home in carries:
                 graph.erase_node(store)
                 carried.get(store, value).replace_all_uses_with(home)
@@ -85,27 +87,33 @@ def split(graph: Graph, totals: int, carries: Sequence[int]) -> Split:
     """
     late = _with_users(*_placeholders(graph, [totals]))
     homes = _placeholders(graph, carries)
-    stores = list(graph.find_nodes(op="call_function", target=COPY))
-    results = [store for store in stores if store.args[0] not in homes]
+    stores = {store: _home_and_value(store) for store in graph.find_nodes(op="call_function", target=COPY)}
+    results = {store: pair for store, pair in stores.items() if pair[0] not in homes}
     early = [
         store
-        for store in results
-        if store.args[1] not in late
-        and store.args[1].op != "placeholder"
-        and store.args[0].meta["val"].dtype == store.args[1].meta["val"].dtype
+        for store, (home, value) in results.items()
+        if value not in late and value.op != "placeholder" and home.meta["val"].dtype == value.meta["val"].dtype
     ]
     while True:
-        known = {store.args[1] for store in early}
-        finals = [store.args[1] for store in results if store not in early]
+        known = {results[store][1] for store in early}
+        finals = [value for store, (_, value) in results.items() if store not in early]
         small = _row_values(_with_inputs(finals, known), late)
-        carried = dict(zip((store for store in stores if store.args[0] in homes), small, strict=False))
+        carried = dict(zip((store for store in stores if store not in results), small, strict=False))
         if len(small) > len(carried):
             carried = {}  # too many: the second pass computes them again
         needed = _with_inputs(finals, known | set(carried.values()))
-        kept = [store for store in early if store.args[0] not in needed]
+        kept = [store for store in early if results[store][0] not in needed]
         if kept == early:
             return Split(early, carried)
         early = kept
+
+
+def _home_and_value(store: Node) -> tuple[Node, Node]:
+    """Return the tensor that a ``copy_`` writes to, and the value that it writes."""
+    home, value = store.args[:2]
+    assert isinstance(home, Node)
+    assert isinstance(value, Node)
+    return home, value
 
 
 def _row_values(needed: Collection[Node], late: Collection[Node]) -> list[Node]:

@@ -165,7 +165,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim does; each parameter gets a ``step`` tensor of its own."""
-        saved = _torch_method("state_dict")(self)
+        saved: dict[str, Any] = _torch_method("state_dict")(self)
         if "state" in saved:  # a hook may have returned something else
             saved["state"] = states.with_own_steps(saved["state"])
         return saved

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ Names = Callable[[], Sequence[str]]
 """Returns the names of all parameters, for messages."""
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True)
+class Entry:
     """A parameter to be stepped, its index among all parameters, and the number of its group.
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
@@ -159,7 +159,7 @@ def make_buckets(
         seen.add(id(param))
         kept, steps = (param.dtype,) * len(programs[number].states), 0
         if values:
-            kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, lambda i=index: names()[i])
+            kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, partial(_name, names, index))
         own = (grad_dtype, param.dtype, *kept)
         dtypes.append(tuple(map(layout.real_dtype, own)) if param.is_complex() else own)
         entries.append(Entry(index, number, param, local, grad_dtype, rule.rowwise and param.ndim > 1, steps))
@@ -177,6 +177,10 @@ def make_buckets(
         buckets[key].entries.append(entry)
     # parameters that share memory are stepped in the order of their waves
     return sorted(buckets.values(), key=lambda bucket: bucket.wave)
+
+
+def _name(names: Names, index: int) -> str:
+    return names()[index]
 
 
 def with_storages(program: UpdateProgram, kept: Sequence[torch.dtype]) -> UpdateProgram:

@@ -42,8 +42,8 @@ class GradScaling:
                 factor = _clipped(scale, own_clips, norms, target.device)
                 if factor is not None:
                     factors[own_clips, maximize] = -factor if maximize else factor
-            if len(factors) == 1 and len(set(keys)) == 1:
-                target.copy_(*factors.values())
+            if factors and len(set(keys)) == 1:
+                target.copy_(factors[keys[0]])
             elif factors:
                 for row, key in enumerate(keys):
                     target[row] = factors.get(key, -1.0 if key[1] else 1.0)
@@ -115,7 +115,7 @@ def _all_reduce(bucket_rows: Sequence[Rows], squares: Sequence[Tensor | None]) -
         parts = [_part(bucket_rows[i], squares[i]) for i in places]
         stacked = torch.cat(parts)
         spec.all_reduce_(stacked)
-        for i, total in zip(places, stacked.split([len(part) for part in parts]), strict=True):
+        for i, total in zip(places, torch.split(stacked, [len(part) for part in parts]), strict=True):
             totals[i] = total
     return totals
 

@@ -98,7 +98,7 @@ class StepCounters:
         self.counts = array("q", counts)
         self.are_equal = len(set(counts)) <= 1
         self._limit = limit
-        self._public = array("d" if double else "f", counts)
+        self._public: array[Any] = array("d" if double else "f", counts)
         self.tensors = torch.frombuffer(self._public, dtype=torch.float64 if double else torch.float32).unbind()
         self._written = self._public.tobytes()
 
@@ -129,13 +129,18 @@ def place_step(values: dict[str, Any], step: Tensor, taken: set[int]) -> Tensor:
     of the tensors of other parameters.
     """
     existing = values.get("step")
-    usable = isinstance(existing, Tensor) and existing.device == step.device and not existing.requires_grad
-    if usable and existing.ndim == 0 and id(existing) not in taken:
+    if (
+        isinstance(existing, Tensor)
+        and existing.device == step.device
+        and existing.ndim == 0
+        and not existing.requires_grad
+        and id(existing) not in taken
+    ):
         existing.data = step
-    else:
-        existing = values["step"] = step
-    taken.add(id(existing))
-    return existing
+        step = existing
+    values["step"] = step
+    taken.add(id(step))
+    return step
 
 
 def materialize_states(
