@@ -87,8 +87,8 @@ class ScalarRows:
 class BoundArguments(NamedTuple):
     """The memory a bound call reads its arguments from. It is rewritten before each step.
 
-    ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for each tensor and a column for
-    each sum. The phase MEASURE of a rule writes it, FINISH reads it.
+    ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for each sum and a column for each
+    tensor. The phase MEASURE of a rule writes it, FINISH reads it.
     """
 
     scalars: ScalarRows | None = None

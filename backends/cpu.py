@@ -78,7 +78,7 @@ class CpuBackend(Backend):
         rank = len(batch.shapes[0])
         arguments = tuple(
             # a unit takes the totals of one tensor
-            spec._replace(shape=spec.shape[1:]) if spec.name == "totals" else spec
+            spec._replace(shape=spec.shape[:1]) if spec.name == "totals" else spec
             for spec in batch.arguments
         )
         signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, TABLE)

@@ -36,8 +36,8 @@ class LaneBackend(Backend):
         calls = []
         for lane, indices in self.cut(batch.shapes):
             arguments = tuple(
-                # the totals of a batch have a row for each tensor; a unit takes those of its lane, sum by sum
-                spec._replace(shape=(spec.shape[1] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
+                # the totals of a batch have a column for each tensor; a unit takes those of its lane, sum by sum
+                spec._replace(shape=(spec.shape[0] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
                 for spec in batch.arguments
             )
             signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, lane)
@@ -91,7 +91,7 @@ class _MeasureBatch(BoundBatch):
         for (_, _, pick, call), places in zip(self.calls, self._places, strict=True):
             measured = call(pick(grads))
             assert measured is not None
-            self._totals[places] = measured.view(self._totals.shape[1], -1).T[: len(places)]
+            self._totals[:, places] = measured.view(len(self._totals), -1)[:, : len(places)]
         return self._totals
 
 
@@ -106,5 +106,5 @@ class _FinishBatch(BoundBatch):
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         for part, places in zip(self._parts, self._places, strict=True):
-            part.view(self._totals.shape[1], -1)[:, : len(places)] = self._totals[places].T
+            part.view(len(self._totals), -1)[:, : len(places)] = self._totals[:, places]
         super().__call__(grads)

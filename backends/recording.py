@@ -81,6 +81,8 @@ def record(run: Run, places: Sequence[Place], examples: tuple[Example, Example])
     """Return what ``run`` does. ``places`` are the places of its inputs; the two examples differ in their sizes."""
     namespace: dict[str, Any] = getattr(run, "__globals__", None) or getattr(run, "__func__", run).__globals__
     kernels = {name: kernel for name, kernel in namespace.items() if name.startswith(KERNEL_PREFIX)}
+    if ALLOCATE not in namespace or not all(hasattr(kernel, "source") for kernel in kernels.values()):
+        raise CannotRecord("the generated module has another form than that of the torch it was written for")
     _check_calls(namespace, kernels)
     first, second = (_Run(run, namespace, kernels, sizes, inputs) for sizes, inputs in examples)
     return _merge(first, second, places, kernels)
@@ -99,7 +101,7 @@ def _check_calls(namespace: dict[str, Any], kernels: dict[str, Any]) -> None:
             if name not in kernels and name.rpartition(".")[2] not in HARMLESS:
                 raise CannotRecord(f"it calls {name}")
         elif isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.With):
-            raise CannotRecord(f"it contains a {type(node).__name__} statement")
+            raise CannotRecord(f"it contains the statement {type(node).__name__}")
 
 
 class _Run:

@@ -83,10 +83,9 @@ class BoundTable:
     ) -> None:
         self._fill, self._run = module.fill, module.run
         self._lists = lists  # kept alive, because the table holds addresses only
-        count, (rows, scale, totals) = len(shapes), arguments
-        if totals is None:
-            totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
-        self._result = totals if passes == MEASURE_PASS else None
+        count, (rows, scale, self._shared_totals) = len(shapes), arguments
+        self._totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
+        self._passes = passes
         self._chunks = cut(shapes, chunk, passes)
         slots = [0, *accumulate(map(len, self._chunks))]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
@@ -100,7 +99,7 @@ class BoundTable:
             "columns": array("q", [shape[1] if len(shape) > 1 else 1 for shape in shapes]),
             "slots": array("q", slots),
             "partials": array("d", bytes(8 * slots[-1] * sums)),
-            "totals": totals,
+            "totals": self._totals,
             "progress": array("q", bytes(8 * count)),
         }
         self._sizes = list(map(math.prod, shapes))
@@ -115,8 +114,12 @@ class BoundTable:
         if threads != self._threads:
             self._write_table(threads)
         self._fill(grads, self._grads, DATA_PTR)
+        if self._shared_totals is not None and self._passes == UPDATE_PASS:
+            self._totals.copy_(self._shared_totals.T)
         self._run(self._place)
-        return self._result
+        if self._passes != MEASURE_PASS:
+            return None
+        return self._totals if self._shared_totals is None else self._shared_totals.copy_(self._totals.T)
 
     def _write_table(self, threads: int) -> None:
         """Write the table for a number of threads."""

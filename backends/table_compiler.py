@@ -170,7 +170,7 @@ def table_agrees(signature: Signature, unit: TableUnit) -> bool:
         row = 0 if arguments.scalars is None else arguments.scalars.row_of[i]
         known = arguments.of_row(row)
         if arguments.totals is not None:
-            known["totals"] = arguments.totals[i]
+            known["totals"] = arguments.totals[:, i]
         returned = None
         if i != skipped and own[0][0].numel():
             returned = signature.program(own, Arguments(**known))
@@ -201,5 +201,5 @@ def _example_arguments(signature: Signature, tensors: int) -> BoundArguments:
             rows.tensor.copy_(values[:, : shape[0]])
             rows.row_of[:] = array("q", [i % 2 for i in range(tensors)])
         else:
-            made[name] = values[:, 0] if name == "grad_scale" else values
+            made[name] = values[:, 0] if name == "grad_scale" else values.T
     return BoundArguments(**made)

@@ -37,24 +37,26 @@ class TensorByTensorUnit(Unit):
         """Return a call that runs the graph on each tensor that has a gradient and elements."""
         views = [[_view(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)] for tensors in lists]
         totals, rows = arguments.totals, arguments.scalars
-        results = totals
-        if self._sums and totals is None:
+        results = None
+        if self._sums:
             results = torch.zeros(len(shapes), self._sums, dtype=torch.float64, device="cpu")
 
         def call(grads: Sequence[Tensor | None]) -> Tensor | None:
-            if self._sums and results is not None:
+            if results is not None:
                 results.zero_()
             for i, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
                 if grad is None or not grad.numel():
                     continue
                 own = arguments.of_row(0 if rows is None else rows.row_of[i])
                 if totals is not None:
-                    own["totals"] = totals[i]
+                    own["totals"] = totals[:, i].contiguous()
                 given = [[_view(grad, shape)], *([tensors[i]] for tensors in views)]
                 outputs = self._graph(self._graph.order_inputs([shape], given, own))
                 if outputs and results is not None:
                     results[i] = outputs[0]
-            return results if self._sums else None
+            if results is None or totals is None:
+                return results
+            return totals.copy_(results.T)
 
         return call
 

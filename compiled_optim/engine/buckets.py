@@ -88,7 +88,7 @@ class Bucket:
         """The batch that updates parameters and states."""
         if not self.sums:
             return self._update_batch(Phase.WHOLE)
-        totals = ArgumentSpec("totals", self.sum_dtype, (len(self.entries), self.sums))
+        totals = ArgumentSpec("totals", self.sum_dtype, (self.sums, len(self.entries)))
         return self._update_batch(Phase.FINISH, totals)
 
     @property
@@ -132,19 +132,20 @@ def make_buckets(
         backend_for: returns the backend for a device.
         scaled: make programs that multiply gradients by a tensor, even in groups that are neither clipped nor
             maximized.
-        stepped: the ids of parameters that were stepped before; those with a state are known without it.
+        stepped: the ids of parameters that were stepped before, for rules that keep no state.
     """
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
     programs = [rule.program(group, scaled) for group in groups]
     numbers = {program: number for number, program in enumerate(programs)}  # a number is compared faster
     kinds = [numbers[program] for program in programs]
+    keeps_state = rule.counts_steps or any(program.states for program in programs)
     backends: dict[torch.device, Backend] = {}
     entries, dtypes, seen = [], [], set()
     for index, (number, param) in enumerate(numbered):
         grad, values = grads[index], state.get(param)
         # torch warns about a parameter listed twice; it is stepped once
-        if id(param) in seen or (grad is None and not values and id(param) not in stepped):
+        if id(param) in seen or (grad is None and not values and (keeps_state or id(param) not in stepped)):
             continue
         local = local_shard(param) if is_sharded else param
         if local.device not in backends:

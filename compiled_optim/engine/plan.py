@@ -50,7 +50,7 @@ class BoundBucket:
         self.scalar_rows = Rows(bucket, counters, readers)
         totals = None
         if bucket.sums:
-            totals = torch.zeros(len(entries), bucket.sums, dtype=bucket.sum_dtype, device=bucket.device)
+            totals = torch.zeros(bucket.sums, len(entries), dtype=bucket.sum_dtype, device=bucket.device)
         self._totals = totals
         lists = [[self._updated(entry) for entry in entries], *map(list, zip(*kept, strict=True))]
         if not bucket.backend.by_address:

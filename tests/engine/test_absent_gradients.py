@@ -148,3 +148,16 @@ def test_random_subsets_as_in_the_formula(name, dtype, compiled):
     if optimizer.counts_steps:
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         assert [int(optimizer.state[param]["step"]) for param in stepped] == reference.steps_taken()
+
+
+def test_a_state_that_was_deleted_is_not_made_again_without_a_gradient(compiled):
+    params = parameters([(3,), (4,)])
+    optimizer = co.AdamW(params, compile=compiled)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state.clear()
+    params[1].grad = None
+    optimizer.step()
+    assert list(optimizer.state) == [params[0]]
+    assert optimizer.state[params[0]]["step"] == 1

@@ -116,7 +116,7 @@ for name in NAMES:
             for param in net.parameters():
                 param.grad = torch.randn(param.shape, generator=generator).to("npu")
             optimizer.step()
-        states = [{k: v.cpu() if hasattr(v, "cpu") else v for k, v in optimizer.state[p].items()}
+        states = [{k: v.cpu().clone() if hasattr(v, "cpu") else v for k, v in optimizer.state[p].items()}
                   for p in net.parameters()]
         old = [p.detach().cpu().clone() for p in net.parameters()]
         net.cpu()

@@ -61,12 +61,13 @@ class EagerOperations(TorchDispatchMode):
 def clipping(optimizer: co.Optimizer) -> EagerOperations:
     """Return the eager operations of clipping, which run between the measuring unit and the updating unit."""
     with FakeTensorMode():
-        scale, square = torch.empty((), device="cuda"), torch.empty((1,), device="cuda")
-        bucket = SimpleNamespace(group=optimizer.param_groups[0], dtypes=(torch.float32,), shards=None)
+        scale, square = torch.empty((1,), device="cuda"), torch.empty((1,), device="cuda")
+        entries = [SimpleNamespace(group=0)]
+        bucket = SimpleNamespace(groups=optimizer.param_groups, entries=entries, dtypes=(torch.float32,), shards=None)
         phase = GradScaling(optimizer, [], clips=True)
         phase.norms = [lambda grads: square]
         with EagerOperations() as operations:
-            phase.run([SimpleNamespace(bucket=bucket, grad_scale=scale)], [[]], None)
+            phase.run([SimpleNamespace(bucket=bucket, groups=[0], grad_scale=scale)], [[]], None)
     return operations
 
 
