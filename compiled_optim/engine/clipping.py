@@ -71,13 +71,13 @@ class GradScaling:
             pools[None].append(total)
             for place, group_clips in enumerate(of_group.values()):
                 for pool in dict.fromkeys(clip.pool for clip in group_clips if clip.pool is not None):
-                    pools.setdefault(pool, []).append(total[place : place + 1])
+                    pools.setdefault(pool, []).append(total[place : place + 1] if len(of_group) > 1 else total)
         return {pool: _norm(squares) for pool, squares in pools.items()}
 
 
 def _has_pools(of_group: dict[int, tuple[Clip, ...]]) -> bool:
-    """Return True if a group of a bucket is clipped by a norm that is not the norm of all gradients."""
-    return any(clip.pool is not None for clips in of_group.values() for clip in clips)
+    """Return True if one of several groups of a bucket is clipped by a norm that is not that of all gradients."""
+    return len(of_group) > 1 and any(clip.pool is not None for clips in of_group.values() for clip in clips)
 
 
 def _clipped(
@@ -96,8 +96,8 @@ def _clipped(
 
 def _by_group(rows: Rows, squares: Tensor | None, groups: Sequence[int]) -> Tensor | None:
     """Return the sum of squares of each group of a bucket."""
-    if squares is None or len(groups) == 1:
-        return None if squares is None else squares.sum().view(1)
+    if squares is None:
+        return None
     # a backend that takes several groups in a batch returns a sum for each tensor
     places = {number: place for place, number in enumerate(groups)}
     owners = torch.tensor([places[entry.group] for entry in rows.bucket.entries], device=squares.device)

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from compiled_optim.backends import BoundArguments, Scalars
+from compiled_optim.backends import BoundArguments, ScalarRows
 from compiled_optim.backends.cuda import CudaBackend
 from compiled_optim.backends.whole_lists import ListUnit
 from tests.hardware_free import steps, triton_math
@@ -37,8 +37,8 @@ def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, 
         if not batches:
             batches = [_bound(bucket, backend) for bucket in steps.buckets(ours, backend)]
         for bucket, calls, scalars in batches:
-            values = ours.row(bucket.group, step).scalars
-            scalars.fill([value * (spoil if key in ("lr", "step_size") else 1) for key, value in values.items()])
+            values = ours.row(bucket.groups[0], step).scalars
+            scalars.fill([[value * (spoil if key in ("lr", "step_size") else 1) for key, value in values.items()]])
             for indices, call in calls:
                 call([bucket.entries[i].param.grad.view(bucket.shapes[i]) for i in indices])
     pairs = list(zip(params_of(ours), params_of(eager), strict=True))
@@ -50,7 +50,7 @@ def distances(name: str, backend: CudaBackend, spoil: float = 1.0) -> dict[str, 
 
 def _bound(bucket, backend):
     """Return the calls of an update, with units compiled for a GPU and tensors in CPU memory."""
-    scalars = Scalars(len(bucket.program.scalars), torch.float32)
+    scalars = ScalarRows(len(bucket.program.scalars), 1, torch.float32)
     shapes = bucket.shapes
     params = [entry.param.detach().view(shape) for entry, shape in zip(bucket.entries, shapes, strict=True)]
     states = [[torch.zeros_like(param) for param in params] for _ in bucket.program.states]
