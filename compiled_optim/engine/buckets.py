@@ -148,34 +148,39 @@ def make_buckets(
         if id(param) in seen or (grad is None and not values and (keeps_state or id(param) not in stepped)):
             continue
         local = local_shard(param) if is_sharded else param
-        if local.device not in backends:
-            backends[local.device] = backend_for(local.device)
+        device, dtype = local.device, param.dtype
+        if device not in backends:
+            backends[device] = backend_for(device)
         if grad is None:
-            if not backends[local.device].takes_rows or not layout.is_steppable(local):
+            if not backends[device].takes_rows or not layout.is_steppable(local):
                 continue
-            grad_dtype = local.dtype
+            grad_dtype = dtype
         else:
             check_can_step(type(rule).__name__, names, index, local, grad)
-            grad_dtype = layout.grad_dtype(local, grad)
+            grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
-        kept, steps = (param.dtype,) * len(programs[number].states), 0
+        kept, steps = (dtype,) * len(programs[number].states), 0
         if values:
             kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, partial(_name, names, index))
-        own = (grad_dtype, param.dtype, *kept)
-        dtypes.append(tuple(map(layout.real_dtype, own)) if param.is_complex() else own)
+        own = (grad_dtype, dtype, *kept)
+        dtypes.append(tuple(map(layout.real_dtype, own)) if dtype.is_complex else own)
         entries.append(Entry(index, number, param, local, grad_dtype, rule.rowwise and param.ndim > 1, steps))
 
     buckets: dict[tuple[object, ...], Bucket] = {}
+    last: tuple[object, ...] | None = None
     waves = overlap_waves([entry.local for entry in entries])
     for entry, own, wave in zip(entries, dtypes, waves, strict=True):
         device, number = entry.local.device, entry.group
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
         row = () if backends[device].takes_rows else (number, entry.steps)
         key = (kinds[number], device, own, wave, entry.rows, shards, row)
-        if key not in buckets:
-            stored = with_storages(programs[number], own[1:])
-            buckets[key] = Bucket(groups, backends[device], stored, own, entry.rows, wave, shards)
-        buckets[key].entries.append(entry)
+        if key != last:  # comparing is faster than hashing
+            last = key
+            if key not in buckets:
+                stored = with_storages(programs[number], own[1:])
+                buckets[key] = Bucket(groups, backends[device], stored, own, entry.rows, wave, shards)
+            bucket = buckets[key]
+        bucket.entries.append(entry)
     # parameters that share memory are stepped in the order of their waves
     return sorted(buckets.values(), key=lambda bucket: bucket.wave)
 
@@ -196,7 +201,7 @@ def check_can_step(optimizer: str, names: Names, index: int, param: Tensor, grad
         grad.layout == param.layout == torch.strided
         and grad.shape == param.shape
         and grad.device == param.device
-        and grad.is_complex() <= param.is_complex()
+        and (grad.dtype == param.dtype or grad.is_complex() <= param.is_complex())
         and layout.is_steppable(param)
     ):
         return

@@ -97,9 +97,11 @@ class BoundBucket:
 
     def _updated(self, entry: Entry) -> Tensor:
         """Return the tensor that is updated: the parameter itself, or a copy if it is not dense."""
-        param, rows = entry.local.detach(), self.bucket.rows
+        rows = self.bucket.rows
+        param = entry.local if self.bucket.backend.by_address else entry.local.detach()
         if layout.has_working_view(param, rows):
             return param
+        param = entry.local.detach()
         copy = layout.copy_like(param, param, rows)
         self._copies.append((copy, param))
         self.copied.append(entry)
