@@ -26,6 +26,13 @@ Run = Callable[[list[Any]], Sequence[Tensor]]
 Lowered = tuple[Run, int]
 """The function that runs a compiled graph, and the number of its kernels."""
 
+CPU_OPTIONS: dict[str, Any] = {
+    # the engine guarantees that a parameter, its gradient and its states have equal sizes
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "do_not_emit_runtime_assertions": True,
+}
+
 COMPILER_REMEDY = (
     "install a C++ compiler (for example the packages g++ and python3-dev) or name one in the environment variable "
     "CXX, or pass compile=False to run the same step eagerly"

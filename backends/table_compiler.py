@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_optim.backends import disk_cache, libraries
 from compiled_optim.backends.base import ArgumentSpec, BoundArguments, ScalarRows, Shape, Signature
 from compiled_optim.backends.graph import CARRY, SIZES, Place
-from compiled_optim.backends.inductor import lazy_kernels, lower
+from compiled_optim.backends.inductor import CPU_OPTIONS, lazy_kernels, lower
 from compiled_optim.backends.recording import CannotRecord, Recording, record
 from compiled_optim.backends.table import MEASURE_PASS, UPDATE_PASS, TableUnit
 from compiled_optim.backends.table_source import MEASURE, UPDATE, count_carries, write_source
@@ -23,11 +23,8 @@ from compiled_optim.backends.verification import is_close
 from compiled_optim.program import Arguments, Phase, Result, TensorLists, UpdateProgram, count_sums, is_elementwise
 
 OPTIONS: dict[str, Any] = {
+    **CPU_OPTIONS,
     "cpp.threads": 1,  # the driver starts the threads
-    # the engine guarantees that a parameter, its gradient and its states have equal sizes
-    "size_asserts": False,
-    "alignment_asserts": False,
-    "do_not_emit_runtime_assertions": True,
     # let a later loop compute values again instead of storing a temporary
     **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000),
 }

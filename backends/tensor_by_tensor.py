@@ -11,17 +11,13 @@ from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Signature, Unit
 from compiled_optim.backends.graph import Graph
-from compiled_optim.backends.inductor import lower
+from compiled_optim.backends.inductor import CPU_OPTIONS, lower
 from compiled_optim.backends.tracing import trace
 from compiled_optim.backends.verification import ExampleArguments, agrees, disagreement
 from compiled_optim.program import TensorLists
 
-OPTIONS: dict[str, Any] = {
-    "cpp.dynamic_threads": True,  # follow torch.set_num_threads instead of compiling the number in
-    "size_asserts": False,
-    "alignment_asserts": False,
-    "do_not_emit_runtime_assertions": True,
-}
+# follow torch.set_num_threads instead of compiling the number in
+OPTIONS: dict[str, Any] = {**CPU_OPTIONS, "cpp.dynamic_threads": True}
 HINT = 1 << 20
 
 

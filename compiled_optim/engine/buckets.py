@@ -63,6 +63,11 @@ class Bucket:
         return self.entries[0].local.device
 
     @cached_property
+    def group_numbers(self) -> list[int]:
+        """The numbers of the groups of its parameters, each once."""
+        return list(dict.fromkeys(entry.group for entry in self.entries))
+
+    @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of the working view of each parameter."""
         return [layout.view_shape(entry.local, self.rows) for entry in self.entries]

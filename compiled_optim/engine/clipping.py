@@ -53,8 +53,8 @@ class GradScaling:
 
     def _clips_of_groups(self, bucket: Bucket) -> dict[int, tuple[Clip, ...]]:
         """Return the clips of each group of a bucket, by the number of the group."""
-        numbers = dict.fromkeys(entry.group for entry in bucket.entries)
-        return {number: tuple(self._rule.clips(bucket.groups[number], bucket.dtypes[0])) for number in numbers}
+        dtype = bucket.dtypes[0]
+        return {number: tuple(self._rule.clips(bucket.groups[number], dtype)) for number in bucket.group_numbers}
 
     def _pool_norms(
         self, bucket_rows: Sequence[Rows], grads: Sequence[Grads], clips: Sequence[dict[int, tuple[Clip, ...]]]
@@ -63,7 +63,7 @@ class GradScaling:
         squares = []
         for rows, norm, own, of_group in zip(bucket_rows, self.norms, grads, clips, strict=True):
             assert norm is not None
-            squares.append(_by_group(rows, norm(own), list(of_group)) if _has_pools(of_group) else norm(own))
+            squares.append(_by_group(rows.bucket, norm(own)) if _has_pools(of_group) else norm(own))
         pools: dict[Hashable, list[Tensor]] = {None: []}
         for total, of_group in zip(_all_reduce(bucket_rows, squares), clips, strict=True):
             if total is None:
@@ -94,14 +94,14 @@ def _clipped(
     return scale
 
 
-def _by_group(rows: Rows, squares: Tensor | None, groups: Sequence[int]) -> Tensor | None:
+def _by_group(bucket: Bucket, squares: Tensor | None) -> Tensor | None:
     """Return the sum of squares of each group of a bucket."""
     if squares is None:
         return None
     # a backend that takes several groups in a batch returns a sum for each tensor
-    places = {number: place for place, number in enumerate(groups)}
-    owners = torch.tensor([places[entry.group] for entry in rows.bucket.entries], device=squares.device)
-    return squares.new_zeros(len(groups)).index_add_(0, owners, squares)
+    places = {number: place for place, number in enumerate(bucket.group_numbers)}
+    owners = torch.tensor([places[entry.group] for entry in bucket.entries], device=squares.device)
+    return squares.new_zeros(len(places)).index_add_(0, owners, squares)
 
 
 def _all_reduce(bucket_rows: Sequence[Rows], squares: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -124,8 +124,7 @@ def _part(rows: Rows, squares: Tensor | None) -> Tensor:
     """Return the sums of a bucket in a form that has the same length in all processes."""
     if squares is None:
         return torch.zeros(1, dtype=rows.bucket.sum_dtype, device=rows.bucket.device)
-    groups = dict.fromkeys(entry.group for entry in rows.bucket.entries)
-    return squares if len(squares) == len(groups) else squares.sum().view(1)
+    return squares if len(squares) == len(rows.bucket.group_numbers) else squares.sum().view(1)
 
 
 def _norm(squares: Sequence[Tensor]) -> Tensor:

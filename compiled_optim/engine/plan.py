@@ -98,9 +98,8 @@ class BoundBucket:
     def _updated(self, entry: Entry) -> Tensor:
         """Return the tensor that is updated: the parameter itself, or a copy if it is not dense."""
         rows = self.bucket.rows
-        param = entry.local if self.bucket.backend.by_address else entry.local.detach()
-        if layout.has_working_view(param, rows):
-            return param
+        if layout.has_working_view(entry.local, rows):
+            return entry.local if self.bucket.backend.by_address else entry.local.detach()
         param = entry.local.detach()
         copy = layout.copy_like(param, param, rows)
         self._copies.append((copy, param))

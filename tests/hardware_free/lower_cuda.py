@@ -62,8 +62,7 @@ def clipping(optimizer: co.Optimizer) -> EagerOperations:
     """Return the eager operations of clipping, which run between the measuring unit and the updating unit."""
     with FakeTensorMode():
         scale, square = torch.empty((1,), device="cuda"), torch.empty((1,), device="cuda")
-        entries = [SimpleNamespace(group=0)]
-        bucket = SimpleNamespace(groups=optimizer.param_groups, entries=entries, dtypes=(torch.float32,), shards=None)
+        bucket = SimpleNamespace(groups=optimizer.param_groups, group_numbers=[0], dtypes=(torch.float32,), shards=None)
         phase = GradScaling(optimizer, [], clips=True)
         phase.norms = [lambda grads: square]
         with EagerOperations() as operations:
