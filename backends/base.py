@@ -87,11 +87,12 @@ class ScalarRows:
 class BoundArguments(NamedTuple):
     """The memory a bound call reads its arguments from. It is rewritten before each step.
 
-    ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for each sum and a column for each
-    tensor. The phase MEASURE of a rule writes it, FINISH reads it.
+    ``inv_scale`` is a 0-dim tensor. ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for
+    each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH reads it.
     """
 
     scalars: ScalarRows | None = None
+    inv_scale: Tensor | None = None
     grad_scale: Tensor | None = None
     totals: Tensor | None = None
 
@@ -99,7 +100,7 @@ class BoundArguments(NamedTuple):
         """Return the arguments that are not None, as tensors by name, with the scalars of one row."""
         scalars = None if self.scalars is None else self.scalars.tensor[row]
         scale = None if self.grad_scale is None else self.grad_scale[row]
-        named = {"scalars": scalars, "grad_scale": scale, "totals": self.totals}
+        named = {"scalars": scalars, "inv_scale": self.inv_scale, "grad_scale": scale, "totals": self.totals}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 

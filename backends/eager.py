@@ -48,11 +48,11 @@ class EagerUnit(Unit):
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Return a call that runs the program on the bound tensors and new gradients."""
-        program, (scalars, grad_scale, totals) = self._program, arguments
+        program, (scalars, inv_scale, grad_scale, totals) = self._program, arguments
 
         def values() -> Arguments:
             scale = None if grad_scale is None else grad_scale[0]
-            return Arguments(None if scalars is None else scalars.values[0], scale, totals)
+            return Arguments(None if scalars is None else scalars.values[0], inv_scale, scale, totals)
 
         if isinstance(program, UpdateProgram) and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
             return _bind_pieces(program, shapes, lists, values)

@@ -83,7 +83,7 @@ class BoundTable:
     ) -> None:
         self._fill, self._run = module.fill, module.run
         self._lists = lists  # kept alive, because the table holds addresses only
-        count, (rows, scale, self._shared_totals) = len(shapes), arguments
+        count, (rows, inv_scale, grad_scale, self._shared_totals) = len(shapes), arguments
         self._totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
         self._passes = passes
         self._chunks = cut(shapes, chunk, passes)
@@ -95,7 +95,8 @@ class BoundTable:
             "pointers": self._pointers,
             "row": array("q", bytes(8 * count)) if rows is None else rows.row_of,
             "scalars": None if rows is None else rows.tensor,
-            "grad_scale": scale,
+            "inv_scale": inv_scale,
+            "grad_scale": grad_scale,
             "columns": array("q", [shape[1] if len(shape) > 1 else 1 for shape in shapes]),
             "slots": array("q", slots),
             "partials": array("d", bytes(8 * slots[-1] * sums)),

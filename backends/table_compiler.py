@@ -197,6 +197,8 @@ def _example_arguments(signature: Signature, tensors: int) -> BoundArguments:
             rows = made[name] = ScalarRows(shape[0] // 2, tensors, dtype)
             rows.tensor.copy_(values[:, : shape[0]])
             rows.row_of[:] = array("q", [i % 2 for i in range(tensors)])
+        elif name == "totals":
+            made[name] = values.T
         else:
-            made[name] = values[:, 0] if name == "grad_scale" else values.T
+            made[name] = values[0, 0] if name == "inv_scale" else values[:, 0]
     return BoundArguments(**made)

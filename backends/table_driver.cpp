@@ -35,6 +35,7 @@ struct Table {
     void* const* pointers;             // POINTERS of each tensor; a gradient of null skips the tensor
     const int64_t* row;                // of each tensor
     const Scalar* scalars;             // WIDTH of each row
+    const Scalar* inv_scale;           // one number
     const Scalar* grad_scale;          // of each row
     const int64_t* columns;            // of each tensor; 1 for tensors of one dimension
     const int64_t* slots;              // the first slot of each tensor, and the number of slots
@@ -66,7 +67,7 @@ void run_task(const Table& table, const Task& task) {
     if constexpr (MEASURES) {
         if (task.passes & MEASURE) {
             double* sums = table.partials + task.slot * SUMS;
-            measure(pointers, scalars, scale, totals, sums, task.start, task.length, columns);
+            measure(pointers, scalars, table.inv_scale, scale, totals, sums, task.start, task.length, columns);
             const int64_t chunks = table.slots[tensor + 1] - table.slots[tensor];
             if (chunks == 1 || table.progress[tensor].fetch_add(1) + 1 == chunks) {
                 add_up(table, tensor);
@@ -79,7 +80,7 @@ void run_task(const Table& table, const Task& task) {
             // all queues have the tensors in the same order, so other threads are measuring what is missing
             if constexpr (MEASURES)
                 while (table.progress[tensor].load(std::memory_order_acquire) != READY) std::this_thread::yield();
-            update(pointers, scalars, scale, totals, nullptr, task.start, task.length, columns);
+            update(pointers, scalars, table.inv_scale, scale, totals, nullptr, task.start, task.length, columns);
         }
     }
 }

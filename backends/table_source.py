@@ -41,8 +41,8 @@ static char* scratch_memory(int64_t bytes) {
 MEASURE, UPDATE = "measure", "update"
 
 PARAMETERS = (
-    "void* const* pointers, const Scalar* scalars, const Scalar* grad_scale, double* totals, double* sums, "
-    "int64_t start, int64_t size0, int64_t size1"
+    "void* const* pointers, const Scalar* scalars, const Scalar* inv_scale, const Scalar* grad_scale, double* totals, "
+    "double* sums, int64_t start, int64_t size0, int64_t size1"
 )
 
 

@@ -56,10 +56,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
         on_realloc: "recompile" follows a reallocated parameter, "raise" raises ReallocationError.
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is not changed.
         maximize: ascend instead of descend; ``defaults`` may set it instead.
+        fused: True makes torch.amp.GradScaler leave unscaling to the step. It has no other effect.
     """
 
     has_torch_switches: ClassVar[bool] = False
-    """Whether torch.optim has an optimizer of this name. If so, its ``foreach``, ``fused`` ... have no effect here."""
+    """Whether torch.optim has an optimizer of this name. If so, its ``foreach``, ``capturable`` ... have no effect."""
 
     compile = _setting("compile")
     backend = _setting("backend")
@@ -68,10 +69,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
     last_grad_norm: Tensor | None = None
     """The norm of all gradients of the last step before clipping, as a 0-dim tensor; None without clipping."""
 
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = False
+    """Whether torch.amp.GradScaler leaves unscaling to the step: True with ``fused=True``, as in torch.optim."""
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    """Set by torch.amp.GradScaler during a step; otherwise absent. See ``engine.amp``."""
+    """Set by torch.amp.GradScaler during such a step; otherwise absent. See ``engine.amp``."""
 
     _comparison: Comparison | None = None
     _state_was_accessed = False  # by user code, which may change it at any time afterwards
@@ -86,6 +88,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         on_realloc: Literal["recompile", "raise"] = "recompile",
         max_grad_norm: float | None = None,
         maximize: bool = False,
+        fused: bool | None = None,
         **switches: bool | None,
     ) -> None:
         check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_grad_norm)
@@ -94,8 +97,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
         self._stepper = Stepper(self, self._settings)
         self.max_grad_norm = max_grad_norm
         defaults = {"maximize": maximize, **defaults}
+        self._step_supports_amp_scaling = bool(fused)
         if self.has_torch_switches:
-            defaults = {**defaults, **TORCH_SWITCHES, **switches}
+            defaults = {**defaults, **TORCH_SWITCHES, "fused": fused, **switches}
         self.check(defaults)
         if isinstance(params, torch.nn.Module):
             self.watch(params)
@@ -189,19 +193,20 @@ class Optimizer(Rule, torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("_settings", "max_grad_norm", "last_grad_norm")}
-        own = {"state": states.with_own_steps(self._state), "_uses_scaler": self._stepper.uses_scaler}
+        names = ("_settings", "_step_supports_amp_scaling", "max_grad_norm", "last_grad_norm")
+        kept = {name: getattr(self, name) for name in names}
+        own = {"state": states.with_own_steps(self._state), "_unscales": self._stepper.unscales}
         return {**super().__getstate__(), **kept, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        uses_scaler = state.pop("_uses_scaler", False)
+        unscales = state.pop("_unscales", False)
         super().__setstate__(state)
         if not self.has_torch_switches:
             self.defaults.pop("differentiable", None)  # which torch has just added
         for group in self.param_groups:
             group.update(checkpoint.complete_group(self, self.defaults, group))
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
-            self._stepper = Stepper(self, self._settings, uses_scaler)
+            self._stepper = Stepper(self, self._settings, unscales)
             self._stepper.tracker.add(all_params(self.param_groups))
         self._stepper.discard_plan()
         self._state_was_accessed = True
@@ -287,11 +292,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
             if amp.is_overflow(getattr(self, "found_inf", None)):
                 return
-            stepper.uses_scaler = True
+            stepper.unscales = True
         records = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without its 3 µs
-            if stepper.uses_scaler:
+            if stepper.unscales:
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
             if self._comparison is None:
                 self.last_grad_norm = stepper.step(self.param_groups, self._state, self._state_was_accessed, unscale)

@@ -8,12 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from compiled_optim.backends import Backend
 
-TORCH_SWITCHES: dict[str, bool | None] = {
-    "foreach": None,
-    "fused": None,
-    "capturable": False,
-    "differentiable": False,
-}
+TORCH_SWITCHES: dict[str, bool | None] = {"foreach": None, "capturable": False, "differentiable": False}
 """Options of torch.optim and their defaults. Optimizers that torch.optim has too accept them; they have no effect."""
 
 
@@ -32,6 +27,7 @@ class RunOptions(TypedDict, total=False):
     compile: bool
     backend: str | Backend | None
     on_realloc: Literal["recompile", "raise"]
+    fused: bool | None
 
 
 class EngineOptions(RunOptions, total=False):
@@ -44,7 +40,6 @@ class TorchOptions(EngineOptions, total=False):
     """The options of optimizers that torch.optim has too. The additional ones have no effect."""
 
     foreach: bool | None
-    fused: bool | None
     capturable: bool
     differentiable: bool
 

@@ -33,11 +33,12 @@ ScalarValues: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float]
 class Arguments(NamedTuple):
     """The arguments of a program in addition to its lists; None for those it does not take.
 
-    ``grad_scale`` is a 0-dim tensor by which gradients are multiplied. ``totals`` are the sums of a rule over whole
-    tensors, for the phase FINISH: first one sum for all tensors, then the next.
+    ``inv_scale`` and ``grad_scale`` are 0-dim tensors by which gradients are multiplied, one after the other. ``totals``
+    are the sums of a rule over whole tensors, for the phase FINISH: first one sum for all tensors, then the next.
     """
 
     scalars: ScalarValues | None = None
+    inv_scale: Tensor | None = None
     grad_scale: Tensor | None = None
     totals: Tensor | None = None
 
@@ -94,6 +95,9 @@ class UpdateProgram:
     The rule gets its tensors in ``dtype``, float32 or float64. ``storages``, one for the parameters and one for each
     state, convert between ``dtype`` and the dtype in memory. Without storages everything is kept in ``dtype``.
 
+    A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
+    them by ``grad_scale`` for its own use, after that.
+
     A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
     computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
@@ -106,6 +110,7 @@ class UpdateProgram:
     scalars: tuple[str, ...]
     flags: tuple[tuple[str, bool], ...]
     scaled: bool
+    unscales: bool = False
     dtype: torch.dtype = torch.float32
     storages: tuple[Storage, ...] = ()
     phase: Phase = Phase.WHOLE
@@ -125,9 +130,9 @@ class UpdateProgram:
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """Words for logs: "scaled" if gradients are scaled, and the phase if there are two."""
-        phase = () if self.phase is Phase.WHOLE else (self.phase.value,)
-        return ("scaled", *phase) if self.scaled else phase
+        """Words for logs: how gradients are scaled, and the phase if there are two."""
+        words = {"unscales": self.unscales, "scaled": self.scaled, self.phase.value: self.phase is not Phase.WHOLE}
+        return tuple(word for word, applies in words.items() if applies)
 
     @property
     def result(self) -> Result:
@@ -149,14 +154,18 @@ class UpdateProgram:
     def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
         """Return the sums that the rule computes, first one sum for all tensors, then the next. Change nothing."""
         recorded = _RecordedSums()
-        copies = [[tensor.clone() for tensor in tensors] for tensors in lists[1:]]
-        self._run([lists[0], *copies], arguments, recorded)
+        grads = [grad.clone() for grad in lists[0]] if self.unscales else lists[0]
+        self._run([grads, *([tensor.clone() for tensor in tensors] for tensors in lists[1:])], arguments, recorded)
         return recorded.sums
 
     def _run(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
         kept = lists[1:]
         storages = self.storages or (Direct(),) * len(kept)
         grads = Tensors(grad.to(self.dtype) for grad in lists[0])
+        if self.unscales:
+            assert arguments.inv_scale is not None
+            grads = grads * arguments.inv_scale
+            torch._foreach_copy_(lists[0], grads)
         if self.scaled:
             assert arguments.grad_scale is not None
             grads = grads * arguments.grad_scale
@@ -200,7 +209,8 @@ def count_sums(program: UpdateProgram, rank: int) -> int:
 
 def example_arguments(program: UpdateProgram) -> Arguments:
     """Return example arguments for a program: all ones, on the CPU, in float32."""
-    return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), torch.ones((), device="cpu"))
+    one = torch.ones((), device="cpu")
+    return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), inv_scale=one, grad_scale=one)
 
 
 @lru_cache(maxsize=256)

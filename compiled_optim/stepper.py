@@ -24,7 +24,7 @@ from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.buckets import Bucket, make_buckets
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard
+from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard, redistributed
 from compiled_optim.engine.states import State
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
@@ -36,12 +36,12 @@ from compiled_optim.options import Settings
 class Stepper:
     """The plan, the guard and the records of one optimizer."""
 
-    def __init__(self, rule: Rule, settings: Settings, uses_scaler: bool = False) -> None:
+    def __init__(self, rule: Rule, settings: Settings, unscales: bool = False) -> None:
         self._rule = rule
         self._name = type(rule).__name__
         self.settings = settings
-        self.uses_scaler = uses_scaler
-        """Whether a GradScaler has made a step. If so, programs multiply gradients by its inverse scale."""
+        self.unscales = unscales
+        """Whether a GradScaler has left unscaling to a step. From then on, programs unscale gradients in place."""
         self.tracker = Tracker()
         self._plan: Plan | None = None
         self._guard: Guard | None = None
@@ -78,6 +78,9 @@ class Stepper:
                 plan, grads = self._make_plan(params, grads, groups, state)
             match = Match.SOME
         norm = plan.run(grads, match is Match.SOME, unscale)
+        if unscale is not None and has_dtensor(params):
+            for grad in redistributed(all_params(groups)):
+                grad.mul_(unscale.to(grad.device))
         self._has_stepped = True
         return norm
 
@@ -88,9 +91,9 @@ class Stepper:
         if self.settings.on_realloc == "recompile":
             with self.synced_params(groups, state):  # so that the current parameters are copied
                 pass
-        twin = EagerTwin(self._rule, groups, state, self.tracker.names(groups))
+        twin = EagerTwin(self._rule, groups, state, self.tracker.names(groups), unscale)
         norm = self.step(groups, state, True, unscale)
-        twin.step(unscale)
+        twin.step()
         comparison.record(self.tracker.names(groups), all_params(groups), state, twin)
         return norm
 
@@ -110,7 +113,7 @@ class Stepper:
                 problems.append(str(error))
         names = dict(zip(params, self.tracker.names(groups), strict=True))
         units, events = self._unit_log.reports(), self._events.texts()
-        found = [*problems, *advice(names, state, self._plan, units, self.uses_scaler)]
+        found = [*problems, *advice(names, state, self._plan, units, self.unscales)]
         mode = "compiled" if self.settings.compile else "eager"
         return Explanation.from_plan(self._name, mode, [*in_use], self._plan, units, events, found)
 
@@ -161,7 +164,7 @@ class Stepper:
     def _make_buckets(self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State) -> list[Bucket]:
         stepped = () if self._plan is None else {id(entry.param) for entry in self._plan.entries}
         names = partial(self.tracker.names, groups)
-        return make_buckets(self._rule, groups, state, grads, names, self.backend_for, self.uses_scaler, stepped)
+        return make_buckets(self._rule, groups, state, grads, names, self.backend_for, self.unscales, stepped)
 
     def _compile(self, buckets: Sequence[Bucket], groups: Sequence[Group], bar: bool = False) -> None:
         clips = clips_any(self._rule, groups)

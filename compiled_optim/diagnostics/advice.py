@@ -17,19 +17,19 @@ MANY_RECOMPILES = 5
 
 
 def advice(
-    names: Mapping[Tensor, str], state: State, plan: Plan | None, units: Sequence[UnitReport], uses_scaler: bool
+    names: Mapping[Tensor, str], state: State, plan: Plan | None, units: Sequence[UnitReport], unscales: bool
 ) -> Iterator[str]:
     """Yield one sentence for each finding, with its remedy.
 
-    ``names`` are the names of all parameters. ``uses_scaler`` is True if a GradScaler has made a step.
+    ``names`` are the names of all parameters. ``unscales`` is True if a GradScaler has left unscaling to a step.
     """
     if eager_requested():
         yield f"steps run eagerly because {EAGER_VARIABLE} is set; unset it to compile them"
-    half = [name for param, name in names.items() if param.dtype == torch.float16 and not uses_scaler]
+    half = [name for param, name in names.items() if param.dtype == torch.float16 and not unscales]
     if half:
         yield (
-            f"{name_some(half)} in float16: without a gradient scaler small gradients become zero; use "
-            "torch.amp.GradScaler, keep parameters in float32 under torch.autocast, or use bfloat16"
+            f"{name_some(half)} in float16: without a gradient scaler small gradients become zero; keep parameters in "
+            "float32 under torch.autocast, use bfloat16, or use torch.amp.GradScaler and pass fused=True"
         )
     if plan is None:
         return

@@ -77,8 +77,14 @@ class Comparison:
 class EagerTwin:
     """Copies of the groups and states of an optimizer, on which the same step is made eagerly."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Group], state: State, names: Sequence[str]) -> None:
+    def __init__(
+        self, rule: Rule, groups: Sequence[Group], state: State, names: Sequence[str], unscale: Tensor | None
+    ) -> None:
         copies = {param: _copy(param) for param in all_params(groups)}
+        if unscale is not None:  # the step writes to the gradients
+            for copy in copies.values():
+                copy.grad = None if copy.grad is None else copy.grad.clone()
+        self._unscale = unscale
         self._rule = rule
         self._names = names
         self._groups = [{**group, "params": [copies[param] for param in group["params"]]} for group in groups]
@@ -90,21 +96,21 @@ class EagerTwin:
                     name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()
                 }
 
-    def step(self, unscale: Tensor | None) -> None:
+    def step(self) -> None:
         """Make one eager step on the copies."""
         eager = backends.get("eager")
         grads = local_grads(self.params, lambda: self._names)
-        scaled = unscale is not None
+        unscales = self._unscale is not None
         names = lambda: self._names  # noqa: E731
-        buckets = make_buckets(self._rule, self._groups, self.state, grads, names, lambda _: eager, scaled)
+        buckets = make_buckets(self._rule, self._groups, self.state, grads, names, lambda _: eager, unscales)
         plan = Plan(self._rule, self._groups, self.state, buckets, grads)
         plan.refresh(self._groups)
-        plan.run(grads, False, unscale)
+        plan.run(grads, False, self._unscale)
 
 
 def _copy(param: Tensor) -> Tensor:
     copy = torch.nn.Parameter(param.detach().clone(), param.requires_grad)
-    copy.grad = param.grad  # shared, because a step does not write to gradients
+    copy.grad = param.grad  # shared: a step does not write to gradients, unless it unscales them
     return copy
 
 

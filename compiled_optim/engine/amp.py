@@ -1,7 +1,13 @@
 """Unscale gradients of ``torch.amp.GradScaler`` inside the step, and skip the step if one is not finite.
 
-The scaler looks for infinities, and sets ``grad_scale`` and ``found_inf`` on the optimizer during its step. The host
-decides whether to skip the step, as for optimizers that do not unscale, so it waits for an accelerator once per step.
+By default the scaler unscales gradients before the step, and does not call the step after an overflow. Frameworks
+expect this: they clip gradients in between, and look whether the step was called. With ``fused=True`` it leaves both to
+the step, as for the fused optimizers of torch. The scaler looks for infinities, and sets ``grad_scale`` and
+``found_inf`` on the optimizer. The update unscales gradients in place, in the pass that reads them. The host decides
+whether to skip the step, so it waits for an accelerator once per step.
+
+Measured on the CPU, the default moves fewer bytes: the scaler reads and writes all gradients in any case to look for
+infinities.
 """
 
 from __future__ import annotations
@@ -29,11 +35,13 @@ def inverse_scale(grad_scale: Tensor | None) -> Tensor:
 @contextmanager
 def without_amp_scaling(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Make GradScaler treat an optimizer as one that does not unscale gradients itself, in this context."""
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    attributes = vars(optimizer)
+    before = attributes["_step_supports_amp_scaling"]
+    attributes["_step_supports_amp_scaling"] = False
     try:
         yield
     finally:
-        del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        attributes["_step_supports_amp_scaling"] = before
 
 
 def remove_marks(attributes: dict[str, Any]) -> None:

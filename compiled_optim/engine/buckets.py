@@ -108,9 +108,10 @@ class Bucket:
 
     def _update_batch(self, phase: Phase, *totals: ArgumentSpec) -> Batch:
         program = replace(self.program, phase=phase)
-        scale = [ArgumentSpec("grad_scale", program.dtype, ())] if program.scaled else []
+        factors = {"inv_scale": program.unscales, "grad_scale": program.scaled}
+        scales = [ArgumentSpec(name, program.dtype, ()) for name, is_used in factors.items() if is_used]
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
-        return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, (scalars, *scale, *totals))
+        return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, (scalars, *scales, *totals))
 
 
 def make_buckets(
@@ -120,7 +121,7 @@ def make_buckets(
     grads: Sequence[Tensor | None],
     names: Names,
     backend_for: Callable[[torch.device], Backend],
-    scaled: bool = False,
+    unscales: bool = False,
     stepped: Collection[int] = (),
 ) -> list[Bucket]:
     """Sort the parameters that have a gradient into buckets; raise if one cannot be stepped. Nothing is changed.
@@ -135,13 +136,12 @@ def make_buckets(
         grads: the local shards of the gradients, None for a parameter without one.
         names: returns the names of the parameters.
         backend_for: returns the backend for a device.
-        scaled: make programs that multiply gradients by a tensor, even in groups that are neither clipped nor
-            maximized.
+        unscales: make programs that unscale gradients in place.
         stepped: the ids of parameters that were stepped before, for rules that keep no state.
     """
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
-    programs = [rule.program(group, scaled) for group in groups]
+    programs = [rule.program(group, unscales) for group in groups]
     numbers = {program: number for number, program in enumerate(programs)}  # a number is compared faster
     kinds = [numbers[program] for program in programs]
     keeps_state = rule.counts_steps or any(program.states for program in programs)

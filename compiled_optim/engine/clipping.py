@@ -1,8 +1,9 @@
 """Scale gradients inside the step: unscale them for GradScaler, and clip them by their norm.
 
-Gradients are read once for their norm and never written. The clipping coefficient is that of torch,
-``max_norm / (norm + 1e-6)`` if that is below 1. As in torch, a norm that is not finite makes gradients zero or NaN. The
-scale is passed to the update as a tensor, so the host does not wait for the device.
+Gradients are read once for their norm. The update unscales them in place, and clips only what the rule gets. The
+clipping coefficient is that of torch, ``max_norm / (norm + 1e-6)`` if that is below 1. As in torch, a norm that is not
+finite makes gradients zero or NaN. Both factors are passed to the update as tensors, so the host does not wait for the
+device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Grads = Sequence[Tensor | None]
 
 
 class GradScaling:
-    """Computes, before the update, the factor by which the gradients of each row are multiplied."""
+    """Computes, before the update, the factors by which gradients are multiplied."""
 
     def __init__(self, rule: Rule, buckets: Sequence[Bucket], clips: bool) -> None:
         self._rule = rule
@@ -30,16 +31,25 @@ class GradScaling:
         self.norms: list[BoundBatch | None] = [bucket.norm.bind() if clips else None for bucket in buckets]
 
     def run(self, bucket_rows: Sequence[Rows], grads: Sequence[Grads], unscale: Tensor | None) -> Tensor | None:
-        """Set ``grad_scale`` of each bucket; return the norm of all gradients if any are clipped."""
+        """Set ``inv_scale`` and ``grad_scale`` of each bucket; return the norm of all gradients if any are clipped.
+
+        The norm is that of the unscaled gradients.
+        """
+        if unscale is not None:
+            for rows in bucket_rows:
+                rows.inv_scale.copy_(unscale, non_blocking=True)
+        if not self.clips:
+            return None
         clips = [self._clips_of_groups(rows.bucket) for rows in bucket_rows]
-        norms = self._pool_norms(bucket_rows, grads, clips) if self.clips else {}
+        norms = self._pool_norms(bucket_rows, grads, clips)
+        if unscale is not None:
+            norms = {pool: norm * unscale.to(norm) for pool, norm in norms.items()}
         for rows, of_group in zip(bucket_rows, clips, strict=True):
             target = rows.grad_scale
-            scale = None if unscale is None else unscale.to(target, non_blocking=True)
             factors: dict[Hashable, Tensor] = {}
             keys = [(of_group[group], rows.bucket.groups[group]["maximize"]) for group in rows.groups]
             for own_clips, maximize in dict.fromkeys(keys):
-                factor = _clipped(scale, own_clips, norms, target.device)
+                factor = _clip_factor(own_clips, norms, target.device)
                 if factor is not None:
                     factors[own_clips, maximize] = -factor if maximize else factor
             if factors and len(set(keys)) == 1:
@@ -47,9 +57,7 @@ class GradScaling:
             elif factors:
                 for row, key in enumerate(keys):
                     target[row] = factors.get(key, -1.0 if key[1] else 1.0)
-        if not self.clips:
-            return None
-        return norms[None] if unscale is None else norms[None] * unscale.to(norms[None])
+        return norms[None]
 
     def _clips_of_groups(self, bucket: Bucket) -> dict[int, tuple[Clip, ...]]:
         """Return the clips of each group of a bucket, by the number of the group."""
@@ -59,7 +67,7 @@ class GradScaling:
     def _pool_norms(
         self, bucket_rows: Sequence[Rows], grads: Sequence[Grads], clips: Sequence[dict[int, tuple[Clip, ...]]]
     ) -> dict[Hashable, Tensor]:
-        """Return the norm of the gradients in each pool, before they are unscaled."""
+        """Return the norm of the gradients in each pool. They are not unscaled yet."""
         squares = []
         for rows, norm, own, of_group in zip(bucket_rows, self.norms, grads, clips, strict=True):
             assert norm is not None
@@ -80,10 +88,9 @@ def _has_pools(of_group: dict[int, tuple[Clip, ...]]) -> bool:
     return len(of_group) > 1 and any(clip.pool is not None for clips in of_group.values() for clip in clips)
 
 
-def _clipped(
-    scale: Tensor | None, clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: torch.device
-) -> Tensor | None:
-    """Return a scale times the factors of all clips; None if there is neither a scale nor a clip."""
+def _clip_factor(clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: torch.device) -> Tensor | None:
+    """Return the product of the factors of all clips; None if there is no clip."""
+    scale = None
     for clip in clips:
         norm = norms[clip.pool].to(device)
         norm = norm if scale is None else norm * scale

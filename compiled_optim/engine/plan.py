@@ -56,7 +56,10 @@ class BoundBucket:
         if not bucket.backend.by_address:
             lists = [[layout.working_view(tensor, bucket.rows) for tensor in tensors] for tensors in lists]
         arguments = BoundArguments(
-            self.scalar_rows.scalars, self.scalar_rows.grad_scale if program.scaled else None, totals
+            self.scalar_rows.scalars,
+            self.scalar_rows.inv_scale if program.unscales else None,
+            self.scalar_rows.grad_scale if program.scaled else None,
+            totals,
         )
         self._measure = None if bucket.measure is None else bucket.measure.bind(lists, arguments)
         self._update = bucket.update.bind(lists, arguments)
@@ -197,6 +200,8 @@ class Plan:
         ``some_absent`` is True if the gradient of a planned parameter may be None.
         """
         picked = [bucket.pick_grads(grads) for bucket in self.buckets]
+        if unscale is not None:
+            self._unscale_converted(grads, unscale)
         norm = None
         if unscale is not None or self.scaling.clips:
             norm = self.scaling.run([bucket.scalar_rows for bucket in self.buckets], picked, unscale)
@@ -206,5 +211,15 @@ class Plan:
         written = self._written
         if some_absent:
             written = [tensor for index, tensor in self._written_by_index if grads[index] is not None]
+        if unscale is not None:
+            written = [*written, *(grad for own in picked for grad in own if grad is not None)]
         torch.autograd.graph.increment_version(written)
         return norm
+
+    def _unscale_converted(self, grads: Sequence[Tensor | None], unscale: Tensor) -> None:
+        """Unscale gradients of which the calls have converted copies. The calls unscale the others themselves."""
+        for bound in self.buckets:
+            for i in bound.converted:
+                grad = grads[bound.bucket.entries[i].index]
+                if grad is not None:
+                    grad.mul_(unscale.to(grad.device))

@@ -57,7 +57,8 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, 
 class Rows:
     """The rows of a bucket: one for each group and step count that its parameters have.
 
-    ``groups`` are the numbers of the groups of the rows. ``grad_scale`` is the factor of the gradients of each row.
+    ``groups`` are the numbers of the groups of the rows. ``inv_scale`` unscales all gradients, ``grad_scale`` is a further
+    factor of the gradients of each row.
     """
 
     def __init__(self, bucket: Bucket, counters: StepCounters, readers: Sequence[RowReader]) -> None:
@@ -67,6 +68,7 @@ class Rows:
         self.counters = counters
         self._readers = readers
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
+        self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
         self.grad_scale = torch.ones(tensors, dtype=dtype, device=bucket.device)
         self._group_keys = [entry.group << GROUP_SHIFT for entry in bucket.entries]
         self.groups: list[int] = []

@@ -143,8 +143,8 @@ class Rule:
         clips = bool(self.clips(group, torch.float32))
         return Row(scalars, Variant(kept, tuple(flags), bool(group["maximize"]), clips))
 
-    def program(self, group: Group, scaled: bool = False) -> UpdateProgram:
-        """Return the program for a group. ``scaled`` makes it multiply gradients by a tensor in any case."""
+    def program(self, group: Group, unscales: bool = False) -> UpdateProgram:
+        """Return the program for a group. With ``unscales`` it unscales gradients in place."""
         scalars, variant = self.row(group, 1)
         return UpdateProgram(
             name=type(self).__name__,
@@ -152,7 +152,8 @@ class Rule:
             states=variant.states,
             scalars=tuple(scalars),
             flags=variant.flags,
-            scaled=scaled or variant.maximize or variant.clips,
+            scaled=variant.maximize or variant.clips,
+            unscales=unscales,
         )
 
     def _undeclared(self, name: str) -> RuleError:

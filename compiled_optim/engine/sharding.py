@@ -90,6 +90,12 @@ def local_grads(params: Sequence[Tensor], names: Callable[[], Sequence[str]]) ->
     return found
 
 
+def redistributed(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the local tensors of the gradients that :func:`local_grads` redistributes, as they are in ``p.grad``."""
+    pairs = [(param, param.grad) for param in params if param.grad is not None and is_dtensor(param.grad)]
+    return [local_shard(grad) for param, grad in pairs if _placements(grad) != _placements(param)]
+
+
 def placement(tensor: Tensor) -> tuple[Any, ...]:
     """Return the mesh and placements of a DTensor; an empty tuple for a plain tensor."""
     return (_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()

@@ -32,7 +32,7 @@ class Adadelta(Optimizer):
         eps: added under the root.
         weight_decay: added to the gradient, times the parameter.
         maximize: ascend instead of descend.
-        **options: see :class:`~compiled_optim.Optimizer`; ``foreach``, ``fused`` and ``capturable`` have no effect.
+        **options: see :class:`~compiled_optim.Optimizer`; ``foreach`` and ``capturable`` have no effect.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> opt = Adadelta([weight], compile=False)

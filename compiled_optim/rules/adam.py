@@ -35,7 +35,7 @@ class Adam(Optimizer):
         amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
         maximize: ascend instead of descend.
         decoupled_weight_decay: decay as :class:`~compiled_optim.AdamW` does.
-        **options: see :class:`~compiled_optim.Optimizer`; ``foreach``, ``fused`` and ``capturable`` have no effect.
+        **options: see :class:`~compiled_optim.Optimizer`; ``foreach`` and ``capturable`` have no effect.
 
     >>> weight = torch.nn.Parameter(torch.ones(3))
     >>> opt = Adam([weight], lr=0.5, compile=False)
@@ -105,7 +105,7 @@ class AdamW(Adam):
         weight_decay: the decay :math:`\lambda`.
         amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
         maximize: ascend instead of descend.
-        **options: see :class:`~compiled_optim.Optimizer`; ``foreach``, ``fused`` and ``capturable`` have no effect.
+        **options: see :class:`~compiled_optim.Optimizer`; ``foreach`` and ``capturable`` have no effect.
 
     >>> weight = torch.nn.Parameter(torch.ones(3))
     >>> opt = AdamW([weight], lr=0.5, weight_decay=0.5, compile=False)

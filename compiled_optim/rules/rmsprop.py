@@ -36,7 +36,7 @@ class RMSprop(Optimizer):
         momentum: :math:`\mu`; 0 keeps no buffer.
         centered: divide by an estimate of the standard deviation.
         maximize: ascend instead of descend.
-        **options: see :class:`~compiled_optim.Optimizer`; ``foreach``, ``fused`` and ``capturable`` have no effect.
+        **options: see :class:`~compiled_optim.Optimizer`; ``foreach`` and ``capturable`` have no effect.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> opt = RMSprop([weight], lr=0.01, compile=False)

@@ -36,7 +36,7 @@ class SGD(Optimizer):
         weight_decay: :math:`\lambda`, added to the gradient, times the parameter.
         nesterov: use Nesterov momentum.
         maximize: ascend instead of descend.
-        **options: see :class:`~compiled_optim.Optimizer`; ``foreach``, ``fused`` and ``capturable`` have no effect.
+        **options: see :class:`~compiled_optim.Optimizer`; ``foreach`` and ``capturable`` have no effect.
 
     >>> weight = torch.nn.Parameter(torch.ones(3))
     >>> opt = SGD([weight], lr=0.1, compile=False)

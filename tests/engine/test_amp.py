@@ -1,8 +1,9 @@
-"""Tests of ``torch.amp.GradScaler``: gradients are unscaled inside the step, and a step with inf changes nothing."""
+"""Tests of ``torch.amp.GradScaler``, which unscales gradients itself or, with ``fused=True``, leaves it to the step."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -13,26 +14,33 @@ from compiled_optim import npu
 from tests.helpers import LARGE, SMALL, assert_close, assert_same_state, copies, gradients, parameters
 
 
-def scaled_step(scaler, optimizer, params, grads, scaled=True):
+@pytest.fixture(params=[None, True], ids=["default", "fused"])
+def fused(request):
+    """Run a test with a scaler that unscales, and with one that leaves it to the step."""
+    return request.param
+
+
+def scaled_step(scaler, optimizer, params, grads):
     """Set scaled gradients, as backward of a scaled loss does, and step."""
     scaler.scale(torch.zeros(()))  # the scaler creates its scale on first use
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad * scaler.get_scale() if scaled else grad.clone()
+        param.grad = grad * scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_a_scaled_step_equals_an_unscaled_one(name, compiled):
+def test_a_scaled_step_equals_an_unscaled_one(name, compiled, fused):
     """The reference gets unscaled gradients. Scales are powers of two, so unscaling is exact."""
     params = parameters([(8, 5), (7,), *LARGE])
     twins = copies(params)
-    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
+    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled, fused=fused)
     plain = getattr(co, name)(twins, **CATALOG[name].typical, compile=compiled)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for grads in gradients(params, 5):
         scaled_step(scaler, optimizer, params, grads)
-        for twin, grad in zip(twins, grads, strict=True):
+        for param, twin, grad in zip(params, twins, grads, strict=True):
+            assert torch.equal(param.grad, grad)
             twin.grad = grad
         plain.step()
     assert scaler.get_scale() == 2.0**12
@@ -40,11 +48,11 @@ def test_a_scaled_step_equals_an_unscaled_one(name, compiled):
 
 
 @pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if entry.fused])
-def test_grad_scaler_has_the_same_effect_as_on_torch_fused(name, compiled):
+def test_grad_scaler_has_the_same_effect_as_on_torch(name, compiled, fused):
     params = parameters(SMALL + LARGE)
     twins = copies(params)
-    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
-    reference = CATALOG[name].reference(twins, **CATALOG[name].typical, fused=True)
+    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled, fused=fused)
+    reference = CATALOG[name].reference(twins, **CATALOG[name].typical, fused=fused)
     scalers = [torch.amp.GradScaler("cpu", init_scale=3e4, growth_interval=2) for _ in range(2)]
     for step, grads in enumerate(gradients(params, 8)):
         if step == 3:
@@ -52,14 +60,15 @@ def test_grad_scaler_has_the_same_effect_as_on_torch_fused(name, compiled):
         scaled_step(scalers[0], optimizer, params, grads)
         scaled_step(scalers[1], reference, twins, grads)
         assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_close([param.grad for param in params[1:]], [twin.grad for twin in twins[1:]], 1e-6)  # all finite
     assert_close(params, twins, 2e-6)
 
 
 @pytest.mark.parametrize("name", CATALOG)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_nothing_changes_on_an_overflow(name, bad, compiled):
+def test_nothing_changes_on_an_overflow(name, bad, compiled, fused):
     params = parameters([(8, 5), (7,)])
-    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled)
+    optimizer = getattr(co, name)(params, **CATALOG[name].typical, compile=compiled, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     steps = list(gradients(params, 3))
     scaled_step(scaler, optimizer, params, steps[0])
@@ -73,16 +82,38 @@ def test_nothing_changes_on_an_overflow(name, bad, compiled):
     assert all(not torch.equal(param, old) for param, old in zip(params, before[0], strict=True))
 
 
-def test_an_overflow_on_the_first_step_makes_no_state(compiled):
+def test_an_overflow_on_the_first_step_makes_no_state(compiled, fused):
     params = parameters([(4,)])
-    optimizer = co.AdamW(params, compile=compiled)
+    optimizer = co.AdamW(params, compile=compiled, fused=fused)
     scaled_step(torch.amp.GradScaler("cpu", init_scale=8.0), optimizer, params, [torch.full((4,), float("inf"))])
     assert not optimizer.state
 
 
-def test_no_recompile_after_an_overflow_on_the_first_step():
+def test_frameworks_see_that_a_step_was_skipped(compiled):
+    """accelerate wraps ``step`` and looks whether the scaler has called it; only then its scheduler advances."""
     params = parameters([(4,)])
-    optimizer = co.AdamW(params, max_grad_norm=1.0)
+    optimizer = co.AdamW(params, compile=compiled)
+    calls, step = [], optimizer.step
+    optimizer.step = lambda *args: (calls.append(1), step(*args))[1]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for grad in (torch.ones(4), torch.full((4,), float("inf")), torch.ones(4)):
+        scaled_step(scaler, optimizer, params, [grad])
+    assert len(calls) == 2
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_frameworks_see_whether_the_step_unscales():
+    """Lightning refuses to clip if it does. The copy and the pickled optimizer say the same as the original."""
+    params = parameters([(4,)])
+    for fused in (None, False, True):
+        optimizer = co.Lion(params, fused=fused)
+        for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert each._step_supports_amp_scaling is bool(fused)
+
+
+def test_no_recompile_after_an_overflow_on_the_first_step(fused):
+    params = parameters([(4,)])
+    optimizer = co.AdamW(params, max_grad_norm=1.0, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for grad in (torch.full((4,), float("inf")), torch.ones(4)):
         scaled_step(scaler, optimizer, params, [grad])
@@ -92,7 +123,7 @@ def test_no_recompile_after_an_overflow_on_the_first_step():
 def test_a_step_that_failed_is_not_unscaled_twice(compiled):
     """GradScaler removes grad_scale from the optimizer only after a successful step. Otherwise it scales it again."""
     params = [torch.nn.Parameter(torch.zeros(4))]
-    optimizer = co.SGD(params, lr=1.0, on_realloc="raise", compile=compiled)
+    optimizer = co.SGD(params, lr=1.0, on_realloc="raise", compile=compiled, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled_step(scaler, optimizer, params, [torch.ones(4)])
     params[0].data = params[0].data.clone()
@@ -112,13 +143,42 @@ def test_a_scale_set_by_hand(compiled):
     params[0].grad = torch.full((4,), 4.0)
     optimizer.step()
     assert params[0].tolist() == [-1.0] * 4
+    assert params[0].grad.tolist() == [1.0] * 4
 
 
-def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled):
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_copied_gradients_are_unscaled_too(compiled, max_grad_norm):
+    """The step copies gradients that have other strides than their parameter, and increments their version."""
+    params = parameters([(8, 5), (6, 4)])
+    optimizer = co.AdamW(params, compile=compiled, fused=True, max_grad_norm=max_grad_norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    for first, second in gradients(params, 3):
+        params[0].grad = (first * 1024).t().contiguous().t()
+        params[1].grad = second * 1024
+        versions = [param.grad._version for param in params]
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(params[0].grad, first)
+        assert torch.equal(params[1].grad, second)
+        assert all(param.grad._version > version for param, version in zip(params, versions, strict=True))
+
+
+def test_a_comparison_with_the_eager_step():
+    params = parameters([(8, 5), (7,)])
+    optimizer = co.AdamW(params, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for grads in gradients(params, 2):
+        with optimizer.compare_eager() as comparison:
+            scaled_step(scaler, optimizer, params, grads)
+        assert comparison.largest < 1e-6
+
+
+def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled, fused):
     """Every second step calls ``scaler.unscale_`` and ``clip_grad_norm_``. The reference is torch.optim."""
     params = parameters([(8, 5), (7,)])
     twins = copies(params)
-    optimizer, reference = co.SGD(params, lr=0.1, compile=compiled), torch.optim.SGD(twins, lr=0.1)
+    optimizer, reference = co.SGD(params, lr=0.1, compile=compiled, fused=fused), torch.optim.SGD(twins, lr=0.1)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
     for step, grads in enumerate(gradients(params, 4)):
         for scaler, stepped, those in zip(scalers, (optimizer, reference), (params, twins), strict=True):
@@ -134,11 +194,11 @@ def test_gradients_the_user_has_unscaled_are_not_unscaled_again(compiled):
     assert optimizer.explain().recompiles == 0
 
 
-def test_clipping_is_of_the_unscaled_gradients(compiled):
+def test_clipping_is_of_the_unscaled_gradients(compiled, fused):
     params = parameters([(8, 5), (7,)])
     twins = copies(params)
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.3}]
-    optimizer = co.SGD(groups, lr=0.1, max_grad_norm=0.5, compile=compiled)
+    optimizer = co.SGD(groups, lr=0.1, max_grad_norm=0.5, compile=compiled, fused=fused)
     reference = torch.optim.SGD([{"params": twins[:1]}, {"params": twins[1:], "lr": 0.3}], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     for grads in gradients(params, 3):
@@ -148,14 +208,14 @@ def test_clipping_is_of_the_unscaled_gradients(compiled):
         norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
         reference.step()
         torch.testing.assert_close(optimizer.last_grad_norm.float(), norm, rtol=1e-5, atol=0)
-        assert torch.equal(params[0].grad, grads[0] * 2.0**16)  # unchanged
+        assert torch.equal(params[0].grad, grads[0])  # unscaled, not clipped
     assert_close(params, twins, 5e-6)
 
 
 def test_float16_parameters(compiled):
     """The scaler passes float16 gradients to fused optimizers. They are unscaled in float32 and do not underflow."""
     (param,) = params = [torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))]
-    optimizer = co.SGD(params, lr=2.0**20, compile=compiled)
+    optimizer = co.SGD(params, lr=2.0**20, compile=compiled, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.zeros(()))
     param.grad = torch.full((64,), 2.0**-10, dtype=torch.float16)  # 2^-26 when unscaled, which float16 cannot represent
@@ -194,10 +254,10 @@ class ScalerOfTorchNpu(torch.amp.GradScaler):
 
 
 @pytest.mark.parametrize("make", [co.SGD, npu.NpuFusedSGD])
-def test_the_scaler_of_torch_npu(make):
+def test_the_scaler_of_torch_npu(make, fused):
     params = parameters([(8, 5)])
     twins = copies(params)
-    optimizer, reference = make(params, lr=0.1, compile=False), torch.optim.SGD(twins, lr=0.1)
+    optimizer, reference = make(params, lr=0.1, compile=False, fused=fused), torch.optim.SGD(twins, lr=0.1)
     scalers = ScalerOfTorchNpu("cpu", init_scale=64.0), torch.amp.GradScaler("cpu", init_scale=64.0)
     for step, grads in enumerate(gradients(params, 3)):
         if step == 1:
