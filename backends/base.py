@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_optim.modes import outside_of_modes
 from compiled_optim.program import Program, TensorLists
 
 Shape = tuple[int, ...]
@@ -72,7 +73,8 @@ class ScalarRows:
         self._typecode = "d" if dtype == torch.float64 else "f"
         # at least one element: a rule may have no scalars, but frombuffer needs memory
         self._memory = array(self._typecode, bytes((2 * count * tensors or 1) * dtype.itemsize))
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype)[: 2 * count * tensors].view(tensors, 2 * count)
+        with outside_of_modes():
+            self.tensor = torch.frombuffer(self._memory, dtype=dtype)[: 2 * count * tensors].view(tensors, 2 * count)
 
     def fill(self, values: Sequence[Sequence[float]]) -> None:
         """Write this step's values, row by row."""
@@ -254,5 +256,6 @@ class Backend(ABC):
         """Return the unit for this signature; compile it on first use."""
         with self._lock:
             if signature not in self._units:
-                self._units[signature] = self.compile(signature)
+                with outside_of_modes():
+                    self._units[signature] = self.compile(signature)
             return self._units[signature]

@@ -6,9 +6,11 @@ both may be replaced.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +26,14 @@ from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.buckets import Bucket, make_buckets
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.sharding import has_dtensor, local_grads, local_shard, redistributed
-from compiled_optim.engine.states import State
+from compiled_optim.engine.sharding import local_grads, redistributed
+from compiled_optim.engine.states import State, with_own_steps
+from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
 from compiled_optim.guard.event_log import EventLog
-from compiled_optim.guard.tracker import Tracker, has_memory, restored_on_error
+from compiled_optim.guard.tracker import Tracker, restored_on_error
+from compiled_optim.modes import is_fake_mode, is_traced
 from compiled_optim.options import Settings
 
 
@@ -61,6 +65,8 @@ class Stepper:
 
         With ``state_was_accessed`` the state is checked too, because user code may have changed it.
         """
+        if is_traced():
+            return self._traced_step(groups, state, unscale)
         params = all_params(groups)
         grads = [param.grad for param in params]
         plan, guard = self._plan, self._guard
@@ -74,6 +80,8 @@ class Stepper:
             or not plan.refresh(groups)
             or (state_was_accessed and not guard.state_holds(state))
         ):
+            if any(map(is_fake, (*params, *grads))):
+                return self._traced_step(groups, state, unscale)
             with self.synced_params(groups, state):
                 plan, grads = self._make_plan(params, grads, groups, state)
             match = Match.SOME
@@ -125,7 +133,7 @@ class Stepper:
 
     def backend_for(self, device: torch.device) -> Backend:
         """Return the backend for parameters on this device; raise if it cannot be used here."""
-        if not self.settings.compile:
+        if not self.settings.compile or device.type == "meta":  # nothing is computed on the meta device
             return backends.get("eager")
         return select(self._name, device, self.settings.backend)
 
@@ -160,6 +168,27 @@ class Stepper:
         self._guard = Guard(params, grads, state, bound, plan.skippable(grads), plan.states)
         self._plan = plan
         return plan, grads
+
+    def _traced_step(self, groups: Sequence[Group], state: State, unscale: Tensor | None) -> Tensor | None:
+        """Run the eager formula, on FakeTensors or for a mode that records operations. No plan is kept.
+
+        In a FakeTensorMode, parameters with memory do not change, so their state must not change either.
+        """
+        params = all_params(groups)
+        grads = local_grads(params, lambda: self.tracker.names(groups))
+        fake: Any = next(filter(is_fake, (*params, *grads)), None)
+        if (is_fake_mode() or fake is not None) and not any(map(is_fake, params)):
+            state = with_own_steps(defaultdict(dict, {param: dict(values) for param, values in state.items()}))
+        with nullcontext() if fake is None else fake.fake_mode:
+            eager = backends.get("eager")
+            buckets = make_buckets(
+                self._rule, groups, state, grads, partial(self.tracker.names, groups), lambda _: eager, self.unscales
+            )
+            plan = Plan(self._rule, groups, state, buckets, grads)
+            plan.refresh(groups)
+            norm = plan.run(grads, True, unscale)
+        self.discard_plan()
+        return norm
 
     def _make_buckets(self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State) -> list[Bucket]:
         stepped = () if self._plan is None else {id(entry.param) for entry in self._plan.entries}

@@ -14,8 +14,9 @@ from compiled_optim import backends
 from compiled_optim.engine.buckets import make_buckets
 from compiled_optim.engine.plan import Plan
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.sharding import local_grads, local_shard
+from compiled_optim.engine.sharding import local_grads
 from compiled_optim.engine.states import State
+from compiled_optim.engine.tensor_types import local_shard
 
 MAX_ROWS = 20
 """The number of parameters in the table. The largest differences come first."""

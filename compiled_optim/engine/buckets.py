@@ -13,7 +13,8 @@ from compiled_optim.backends import ArgumentSpec, Backend, Batch
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
-from compiled_optim.engine.sharding import ShardSpec, has_dtensor, local_shard
+from compiled_optim.engine.sharding import ShardSpec, check_supported
+from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
 from compiled_optim.storage import compute_dtype, storage_for
 from compiled_optim.tensors import sum_dtype
@@ -161,6 +162,8 @@ def make_buckets(
                 continue
             grad_dtype = dtype
         else:
+            if type(param) not in PLAIN_TYPES:
+                check_supported(type(rule).__name__, names()[index], param, programs[number], rule.rowwise)
             check_can_step(type(rule).__name__, names, index, local, grad)
             grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
@@ -208,11 +211,17 @@ def check_can_step(optimizer: str, names: Names, index: int, param: Tensor, grad
         and grad.device == param.device
         and (grad.dtype == param.dtype or grad.is_complex() <= param.is_complex())
         and layout.is_steppable(param)
+        and (type(grad) in PLAIN_TYPES or not is_wrapper(grad))
     ):
         return
     if grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse gradients, please consider SparseAdam instead")
     name = names()[index]
+    if is_wrapper(grad):
+        raise TypeError(
+            f"the gradient of {name} is a {type(grad).__name__}, a tensor that wraps other tensors; convert it to a "
+            "plain tensor before the step"
+        )
     if param.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse parameters, but {name} has layout {param.layout}")
     if grad.shape != param.shape:

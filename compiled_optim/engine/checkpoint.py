@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.states import check_state_fits, is_step_count
+from compiled_optim.engine.states import check_state_fits, step_count
 from compiled_optim.storage import compute_dtype
 
 REMEDY = "load the checkpoint that belongs to this optimizer and model"
@@ -142,7 +142,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
             check_state_fits(lambda: name, param, state, value, REMEDY)
-    if rule.counts_steps and not is_step_count(values["step"]):
+    if rule.counts_steps and step_count(values["step"]) is None:
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.engine.layout import span
+from compiled_optim.engine.tensor_types import has_memory
 
 
 def overlap_waves(params: Sequence[Tensor]) -> list[int]:
@@ -18,7 +19,7 @@ def overlap_waves(params: Sequence[Tensor]) -> list[int]:
     ranges = []
     for i, param in enumerate(params):
         extent = param.numel() if param.is_contiguous() else span(param)
-        if extent:
+        if extent and has_memory(param):
             start = param.data_ptr()
             ranges.append((start, start + extent * param.element_size(), param.device, i))
     clusters: list[list[int]] = []

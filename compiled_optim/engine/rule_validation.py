@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.engine.rule import Group, Rule, declaration
-from compiled_optim.engine.sharding import PLAIN_TYPES, check_supported
+from compiled_optim.engine.sharding import check_supported
+from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
 from compiled_optim.program import Arguments, UpdateProgram
@@ -54,7 +55,8 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
         try_out(rule, program)
     if not is_plain:
         for name, param in zip(names()[-len(params) :], params, strict=True):
-            check_supported(type(rule).__name__, name, param, program, rule.rowwise)
+            if param.requires_grad:  # a frozen one is checked when it gets a gradient
+                check_supported(type(rule).__name__, name, param, program, rule.rowwise)
 
 
 def check_rule(rule: Rule, group: Group) -> None:

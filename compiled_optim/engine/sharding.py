@@ -8,22 +8,18 @@ collectives may hang, as everywhere in torch.distributed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from compiled_optim.engine.tensor_types import PLAIN_TYPES, as_dtensor, has_dtensor, is_dtensor, is_wrapper, local_shard
 from compiled_optim.program import UpdateProgram, count_sums, is_elementwise
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
-
 
 @dataclass(frozen=True)
 class ShardSpec:
@@ -38,34 +34,12 @@ class ShardSpec:
         if not is_dtensor(param):
             return None
         dims = tuple(i for i, placement in enumerate(_placements(param)) if not placement.is_replicate())
-        return cls(_dtensor(param).device_mesh, dims) if dims else None
+        return cls(as_dtensor(param).device_mesh, dims) if dims else None
 
     def all_reduce_(self, sums: Tensor) -> None:
         """All-reduce sums over local shards to sums over all shards, in place."""
         for dim in self.dims:
             torch.distributed.all_reduce(sums, group=self.mesh.get_group(dim))
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return True for a DTensor."""
-    if type(tensor) in PLAIN_TYPES:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are none
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def has_dtensor(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if one of the tensors is a DTensor; fast if none is."""
-    return not PLAIN_TYPES.issuperset(map(type, tensors)) and any(map(is_dtensor, filter(torch.is_tensor, tensors)))
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or a plain tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    shard: Tensor = _dtensor(tensor)._local_tensor
-    wait = getattr(shard, "wait", None)  # the result of an asynchronous collective
-    return wait() if wait is not None else shard
 
 
 def local_grads(params: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> list[Tensor | None]:
@@ -85,7 +59,7 @@ def local_grads(params: Sequence[Tensor], names: Callable[[], Sequence[str]]) ->
                 "set its .grad to None and run backward() again"
             )
         if grad is not None and is_dtensor(grad) and _placements(grad) != _placements(param):
-            grad = _dtensor(grad).redistribute(placements=_placements(param))
+            grad = as_dtensor(grad).redistribute(placements=_placements(param))
         found.append(grad if grad is None else local_shard(grad))
     return found
 
@@ -98,15 +72,15 @@ def redistributed(params: Sequence[Tensor]) -> list[Tensor]:
 
 def placement(tensor: Tensor) -> tuple[Any, ...]:
     """Return the mesh and placements of a DTensor; an empty tuple for a plain tensor."""
-    return (_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()
+    return (as_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()
 
 
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     """Return a DTensor with the placements of ``param`` and the local tensor ``shard``; for a plain one, ``shard``."""
     if not is_dtensor(param):
         return shard
-    where = {"device_mesh": _dtensor(param).device_mesh, "placements": _placements(param)}
-    made: Tensor = type(_dtensor(param)).from_local(
+    where = {"device_mesh": as_dtensor(param).device_mesh, "placements": _placements(param)}
+    made: Tensor = type(as_dtensor(param)).from_local(
         shard, **where, run_check=False, shape=param.shape, stride=param.stride()
     )
     return made
@@ -115,8 +89,7 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
 def check_supported(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rowwise: bool) -> None:
     """Raise if a parameter cannot be stepped shard by shard, or is an unsupported tensor subclass."""
     if not is_dtensor(param):
-        wrapper: object = param  # otherwise mypy reports the check below as unreachable
-        if type(param) not in PLAIN_TYPES and is_traceable_wrapper_subclass(wrapper):
+        if type(param) not in PLAIN_TYPES and is_wrapper(param):
             raise TypeError(
                 f"{optimizer} cannot step {name}: it is a {type(param).__name__}, a tensor that wraps other tensors; "
                 "only DTensor is supported"
@@ -147,9 +120,5 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
 
 
 def _placements(tensor: Tensor) -> tuple[Any, ...]:
-    placements: tuple[Any, ...] = _dtensor(tensor).placements
+    placements: tuple[Any, ...] = as_dtensor(tensor).placements
     return placements
-
-
-def _dtensor(tensor: Tensor) -> Any:
-    return tensor

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from compiled_optim.engine import layout
 from compiled_optim.engine.rule import Rule
-from compiled_optim.engine.sharding import local_shard, placement, shard_like
+from compiled_optim.engine.sharding import placement, shard_like
+from compiled_optim.engine.tensor_types import is_fake, local_shard
+from compiled_optim.modes import outside_of_modes
 
 State = dict[Tensor, Any]
 """``optimizer.state``: for each parameter a dict of its states by name."""
@@ -73,16 +75,20 @@ def steps_taken(
     if not counts_steps:
         return int(bool(names) and all(values.get(name) is not None for name in names))
     step = values.get("step", 0)
-    if not is_step_count(step):
+    count = step_count(step)
+    if count is None:
         raise ValueError(f"'step' of {parameter_name()} is {step!r}, not a number of steps; {REMEDY}")
-    return int(step)
+    return count
 
 
-def is_step_count(step: object) -> bool:
-    """Return True for a number of steps: a tensor in checkpoints of torch, an int in those of torch_npu."""
+def step_count(step: object) -> int | None:
+    """Return a number of steps: a tensor in checkpoints of torch, an int in those of torch_npu. None if it is neither."""
     if isinstance(step, Tensor):
-        step = step.item() if step.numel() == 1 else None
-    return isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step)
+        with outside_of_modes():
+            step = step.item() if step.numel() == 1 and not is_fake(step) else None
+    if isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step):
+        return int(step)
+    return None
 
 
 class StepCounters:
@@ -99,7 +105,8 @@ class StepCounters:
         self.are_equal = len(set(counts)) <= 1
         self._limit = limit
         self._public: array[Any] = array("d" if double else "f", counts)
-        self.tensors = torch.frombuffer(self._public, dtype=torch.float64 if double else torch.float32).unbind()
+        with outside_of_modes():
+            self.tensors = torch.frombuffer(self._public, dtype=torch.float64 if double else torch.float32).unbind()
         self._written = self._public.tobytes()
 
     def are_unchanged(self) -> bool:
@@ -189,5 +196,6 @@ def with_own_steps(state: StateT) -> StateT:
     copied = copy.copy(state)
     for key, values in state.items():
         if isinstance(values, dict) and isinstance(values.get("step"), Tensor):
-            copied[key] = {**values, "step": values["step"].clone()}
+            with outside_of_modes():
+                copied[key] = {**values, "step": values["step"].clone()}
     return copied

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.engine.sharding import local_shard
+from compiled_optim.engine.tensor_types import local_shard
 
 
 class Description(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.libraries import same_memory_check
-from compiled_optim.engine.sharding import has_dtensor, local_shard
+from compiled_optim.engine.tensor_types import has_dtensor, local_shard
 from compiled_optim.tensors import picker
 
 

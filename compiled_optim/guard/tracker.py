@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from compiled_optim.engine.rule import Group, all_params
-from compiled_optim.engine.sharding import local_shard
 from compiled_optim.engine.states import State, convert_states
+from compiled_optim.engine.tensor_types import has_memory, local_shard
 from compiled_optim.guard.change import Change, Description, compare, removal, replacement
 from compiled_optim.guard.watch import Watch
 
@@ -202,11 +201,6 @@ class Tracker:
 
 def _descriptions(params: Sequence[Tensor]) -> dict[Tensor, Description]:
     return {param: Description.from_tensor(param) for param in params if has_memory(param)}
-
-
-def has_memory(param: Tensor) -> bool:
-    """Return True if a parameter has an address that can change."""
-    return not is_lazy(param) and param.layout == torch.strided and param.device.type != "meta"
 
 
 @contextmanager

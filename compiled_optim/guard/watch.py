@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_optim.engine.sharding import has_dtensor, is_dtensor
+from compiled_optim.engine.tensor_types import has_dtensor, is_dtensor
 from compiled_optim.guard.check import same_objects
 
 
