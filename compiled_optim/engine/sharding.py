@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compiled_optim.program import UpdateProgram, count_sums, is_elementwise
+from compiled_optim.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
