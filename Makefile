@@ -1,4 +1,6 @@
 # make test    set up .venv and run the whole test suite; PYTEST_ARGS="..." passes arguments to pytest
+# make test-versions
+#              run the tests with other versions of torch and Python, each in an environment of its own (see below)
 # make report  set up .venv and measure the optimizers on this machine; PERF_ARGS="..." passes arguments to perf
 # make lint    ruff, mypy and import-linter
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
@@ -10,11 +12,28 @@ READY := $(VENV)/.ready
 TORCH_NPU := $(VENV)/torch_npu
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: test report lint wheel clean
+# the interpreters of the other versions of Python
+PYTHON312 ?= python3.12
+PYTHON313 ?= python3.13
+VERSIONS ?= test-torch-2.12 test-torch-2.14 test-torch-2.15 test-python-3.12 test-python-3.13
+
+.PHONY: test test-versions report lint wheel clean
 
 # in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+# one at a time, because an environment with a CUDA build of torch takes 5 GB. KEEP=1 keeps the environments, and
+# VERSIONS="test-torch-2.14" runs only some; test-torch-<release> and test-python-3.<minor> are targets too
+test-versions:
+	$(MAKE) --keep-going --jobs=1 $(VERSIONS)
+
+test-torch-%:
+	.ci/test_version $(PYTHON) $* $(PYTEST_ARGS)
+
+# with the torch that `make test` uses
+test-python-3.%:
+	.ci/test_version $(PYTHON3$*) 2.13 $(PYTEST_ARGS)
 
 report: $(READY)
 	$(BIN)/python -m perf $(PERF_ARGS)
@@ -50,4 +69,4 @@ $(TORCH_NPU): constraints.txt | $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) .versions build

@@ -26,6 +26,7 @@ from compiled_optim import program
 from compiled_optim.backends.base import Signature
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.locations import is_ours
+from compiled_optim.torch_private import changed_settings, default_cache_directory
 
 FOLDER = "compiled_optim"
 
@@ -99,17 +100,7 @@ def _is_cacheable(signature: Signature) -> bool:
 def directory() -> Path:
     """Return Inductor's cache directory, without importing Inductor. It need not exist."""
     found = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(found if found is not None else _default_directory()).resolve()
-
-
-@lru_cache
-def _default_directory() -> str:
-    """Return the directory that Inductor uses if none is set, from its own source."""
-    path = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
-    # executed on its own, because importing it by name imports all of Inductor and Dynamo
-    names: dict[str, Any] = {"__name__": "cache_dir_utils"}
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    return str(names["default_cache_dir"]())
+    return Path(found if found is not None else default_cache_directory()).resolve()
 
 
 def unusable(error: OSError) -> BackendUnavailableError:
@@ -153,14 +144,7 @@ def _inductor_settings() -> str:
     prefix = "TORCHINDUCTOR_"
     ignored = {prefix + name for name in VARIABLES_WITHOUT_EFFECT}
     variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(prefix) and k not in ignored)
-    config = sys.modules.get("torch._inductor.config")
-    if config is None:  # nothing can have changed it by code
-        return repr(variables)
-    changed = {}
-    for name, value in config.get_config_copy().items():
-        entry = config._config[name]
-        if value not in (entry.default, entry.env_value_force, entry.env_value_default):
-            changed[name] = value
+    changed = changed_settings()
     return repr(variables) + (repr(changed) if changed else "")
 
 

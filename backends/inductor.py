@@ -41,8 +41,7 @@ COMPILER_REMEDY = (
 
 def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[str, Any]) -> Lowered:
     """Compile a traced graph with Inductor; the options apply to this compilation only."""
-    from torch._inductor import metrics
-    from torch._inductor.compile_fx import compile_fx
+    from compiled_optim.torch_private import compile_fx, metrics
 
     kernels = metrics.generated_kernel_count
     compiled: Any = compile_fx(module, examples, config_patches=dict(options))
@@ -52,7 +51,7 @@ def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[st
 @contextmanager
 def cpu_errors() -> Iterator[None]:
     """Raise BackendUnavailableError with the cause and the remedy if the C++ compiler or the disk fails."""
-    from torch._inductor import exc
+    from compiled_optim.torch_private import exc
 
     try:
         yield
@@ -75,7 +74,7 @@ class LazyKernel:
 
     def __call__(self, *args: Any) -> None:
         if self._built is None:
-            from torch._inductor.codecache import CppPythonBindingsCodeCache
+            from compiled_optim.torch_private import CppPythonBindingsCodeCache
 
             self._built = CppPythonBindingsCodeCache.load_pybinding(self.types, self.source)
         self._built(*args)
@@ -92,7 +91,7 @@ def lazy_kernels() -> Iterator[None]:
     A table unit contains the source of its kernels, so building each kernel separately would be wasted time. Other
     threads are not affected: the replaced method calls the original one for them.
     """
-    from torch._inductor.async_compile import AsyncCompile
+    from compiled_optim.torch_private import AsyncCompile
 
     thread = threading.get_ident()
     with _lazy_lock:
@@ -105,7 +104,7 @@ def lazy_kernels() -> Iterator[None]:
                 return original(self, types, source, *args, **kwargs)
 
             cpp_pybinding.original = original  # type: ignore[attr-defined]
-            AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[assignment, method-assign]
+            AsyncCompile.cpp_pybinding = cpp_pybinding
         _lazy_threads.add(thread)
     try:
         yield
@@ -113,18 +112,19 @@ def lazy_kernels() -> Iterator[None]:
         with _lazy_lock:
             _lazy_threads.discard(thread)
             if not _lazy_threads:
-                AsyncCompile.cpp_pybinding = AsyncCompile.cpp_pybinding.original  # type: ignore
+                AsyncCompile.cpp_pybinding = AsyncCompile.cpp_pybinding.original
 
 
 def _innermost(compiled: Callable[..., Any]) -> Run:
     """Return the callable of Inductor's ``CompiledFxGraph`` inside its wrappers; without one, the outermost wrapper."""
-    from torch._inductor.output_code import CompiledFxGraph
+    from compiled_optim.torch_private import CompiledFxGraph
 
     layers: list[Any] = [compiled]
     seen = {id(compiled)}
     for layer in layers:
         if isinstance(layer, CompiledFxGraph) and layer.current_callable is not None:
-            return layer.current_callable
+            run: Run = layer.current_callable
+            return run
         cells = inspect.getclosurevars(layer).nonlocals if inspect.isfunction(layer) else {}
         for inner in [*cells.values(), *getattr(layer, "__dict__", {}).values()]:
             if callable(inner) and not isinstance(inner, type) and id(inner) not in seen:

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends import disk_cache
-
-DATA_PTR: int = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-"""The address of the function with which Inductor's generated code reads the address of a tensor."""
+from compiled_optim.torch_private import data_ptr_function
 
 MODULE = "table_unit"
 """The name under which a library initialises itself as an extension module (``PyInit_table_unit``)."""
@@ -30,8 +28,7 @@ _loaded: Any = None
 
 def build(source: str) -> Path:
     """Return the library of a C++ source; build it unless it exists."""
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from compiled_optim.torch_private import CppBuilder, CppTorchDeviceOptions, pick_vec_isa
 
     # as Inductor builds its kernels, except that no header is precompiled: that takes longer than a unit
     options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
@@ -78,11 +75,11 @@ def same_memory_check(tensors: Sequence[Tensor]) -> Callable[[list[Tensor]], boo
             and all(map(is_, others, known))
             and list(map(Tensor.data_ptr, others)) == addresses
         )
-    same = _loaded.same
+    same, data_ptr = _loaded.same, data_ptr_function()
     memory = array("q", map(Tensor.data_ptr, known))
     address, _ = memory.buffer_info()
 
     def check(others: list[Tensor], memory: object = memory) -> bool:  # which keeps the addresses alive
-        return bool(same(others, known, address, DATA_PTR))
+        return bool(same(others, known, address, data_ptr))
 
     return check

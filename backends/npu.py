@@ -20,6 +20,7 @@ from compiled_optim.backends.decompositions import missing_foreach_decomposition
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
 from compiled_optim.errors import first_line
+from compiled_optim.torch_private import OpOverload
 
 
 class NpuBackend(WholeListBackend):
@@ -71,7 +72,7 @@ class NpuInductorBackend(NpuBackend):
         return lower(module, inputs, {"size_asserts": False})
 
 
-def has_converter(operation: torch._ops.OpOverload) -> bool:
+def has_converter(operation: OpOverload) -> bool:
     """Return True if torchair can convert an operation. A converter that only raises an error does not count."""
     from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
-from compiled_optim.backends.libraries import DATA_PTR
 from compiled_optim.program import TensorLists
+from compiled_optim.torch_private import data_ptr_function
 
 CHUNK = 1 << 17
 """The number of elements in a chunk: enough to amortise a task, few enough for all threads and for the cache."""
@@ -81,7 +81,7 @@ class BoundTable:
         arguments: BoundArguments,
         chunk: int,
     ) -> None:
-        self._fill, self._run = module.fill, module.run
+        self._fill, self._run, self._data_ptr = module.fill, module.run, data_ptr_function()
         self._lists = lists  # kept alive, because the table holds addresses only
         count, (rows, inv_scale, grad_scale, self._shared_totals) = len(shapes), arguments
         self._totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
@@ -114,7 +114,7 @@ class BoundTable:
         threads = torch.get_num_threads() if self._parallel else 1
         if threads != self._threads:
             self._write_table(threads)
-        self._fill(grads, self._grads, DATA_PTR)
+        self._fill(grads, self._grads, self._data_ptr)
         if self._shared_totals is not None and self._passes == UPDATE_PASS:
             self._totals.copy_(self._shared_totals.T)
         self._run(self._place)

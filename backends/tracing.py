@@ -49,10 +49,7 @@ def trace(
         decompose_foreach: replace foreach operations by one operation per tensor.
         carries: add this many inputs with a float64 for each row, which the graph fills with zeros.
     """
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from compiled_optim.torch_private import FakeTensorMode, ShapeEnv, enable_python_dispatcher, make_fx
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:

@@ -14,8 +14,9 @@ from operator import is_not
 from typing import NamedTuple
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
+
+from compiled_optim.torch_private import CustomGraphPass, get_hash_for_files
 
 COPY = torch.ops.aten.copy_.default
 SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)

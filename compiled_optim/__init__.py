@@ -8,6 +8,7 @@
 >>> opt.zero_grad()
 """
 
+from compiled_optim import torch_private  # noqa: F401 # first, because it raises if torch is too old
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine.rule import Clip

@@ -10,23 +10,25 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from compiled_optim.torch_private import (
+    count_modes,
+    current_modes,
+    disable_current_modes,
+    fake_tensor_types,
+    is_tracing_mode,
+)
 
 
 def is_traced() -> bool:
     """Return True inside a FakeTensorMode, and while ``make_fx`` or functionalization records operations."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    modes = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL))
+    return count_modes() > 0 and any(map(is_tracing_mode, current_modes()))
 
 
 def is_fake_mode() -> bool:
     """Return True inside a FakeTensorMode, where operations on tensors with memory do not change them."""
-    return is_traced() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return any(isinstance(mode, fake_tensor_types()) for mode in current_modes())
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
     """Return a context without dispatch modes, for tensors and code that belong to this package."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return disable_current_modes() if count_modes() else nullcontext()

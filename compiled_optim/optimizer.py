@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import ParamsT
 
 from compiled_optim import backends
 from compiled_optim.backends import Backend
@@ -29,6 +28,14 @@ from compiled_optim.engine.rule import Rule, all_params
 from compiled_optim.engine.rule_validation import check_group
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.stepper import Stepper
+from compiled_optim.torch_private import (
+    disable_dynamo,
+    global_post_hooks,
+    global_pre_hooks,
+    profile_hook_step,
+    profiler_enabled,
+    set_grad_enabled,
+)
 
 
 def _setting(name: str) -> Any:
@@ -40,7 +47,7 @@ def _torch_method(name: str) -> Callable[..., Any]:
     """Return a method of torch.optim, without the wrapper that imports Dynamo unless Dynamo is running."""
     method: Any = getattr(torch.optim.Optimizer, name)
     code = getattr(method, "__code__", None)
-    is_wrapper = code is not None and code.co_filename == _disable_dynamo.__code__.co_filename
+    is_wrapper = code is not None and code.co_filename == disable_dynamo.__code__.co_filename
     return method.__wrapped__ if is_wrapper and not torch.compiler.is_compiling() else method  # type: ignore[no-any-return]
 
 
@@ -135,11 +142,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
             make_step = self._step_out_of_graph
         # torch's wrapper takes 10 µs, so it is used only if needed; torch itself wraps a step that a subclass defines
         elif type(self).step is Optimizer.step and (
-            torch._C._autograd._profiler_enabled()
+            profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
+            or global_pre_hooks
+            or global_post_hooks
         ):
             make_step = self._observed_step
         return make_step(*args, **kwargs)  # unchanged, because hooks get them
@@ -284,8 +291,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
             self._update()
         return loss
 
-    _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
-    _step_out_of_graph = _disable_dynamo(_observed_step)
+    _observed_step = profile_hook_step(_step)
+    _step_out_of_graph = disable_dynamo(_observed_step)
 
     def _update(self) -> None:
         stepper, unscale = self._stepper, None
@@ -295,7 +302,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
             stepper.unscales = True
         records = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without its 3 µs
+            set_grad_enabled(False)
             if stepper.unscales:
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
             if self._comparison is None:
@@ -307,7 +314,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
             amp.remove_marks(self.__dict__)
             raise
         finally:
-            torch._C._set_grad_enabled(records)
+            set_grad_enabled(records)
 
 
 Optimizer.step.__signature__ = inspect.signature(Optimizer._step)  # type: ignore[attr-defined]

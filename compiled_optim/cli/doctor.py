@@ -84,7 +84,7 @@ def compiler_found() -> str:
 def vector_isa() -> str:
     """Return the vector instruction set that Inductor selects; Inductor tests it by compiling with it."""
     try:
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        from compiled_optim.torch_private import pick_vec_isa
 
         isa = pick_vec_isa()
     except Exception as error:  # no compiler, or another version of torch

@@ -12,6 +12,7 @@ from pathlib import Path
 from compiled_optim.backends import Backend, Batch, Signature
 from compiled_optim.diagnostics.text import counted
 from compiled_optim.diagnostics.units import UnitLog
+from compiled_optim.torch_private import is_compiler_imported
 
 logger = logging.getLogger("compiled_optim")
 
@@ -77,7 +78,7 @@ def announcement(optimizer: str, units: Units) -> str:
     if not new:
         return f"loading {counted(len(units), 'unit')} for {optimizer} on {devices} from {where}"
     seconds = sum(backend.seconds_per_unit for backend in new.values())
-    seconds += COMPILER_IMPORT_SECONDS * ("torch._inductor.compile_fx" not in sys.modules)
+    seconds += COMPILER_IMPORT_SECONDS * (not is_compiler_imported())
     seconds += NEW_DIRECTORY_SECONDS * any(not _is_filled(cache) for cache in caches)
     rest = f" ({len(units) - len(new)} more from disk)" if len(new) < len(units) else ""
     kept = f"; cached afterwards in {where}" if caches else ""

@@ -105,7 +105,7 @@ def is_freed(tensor: Tensor) -> bool:
 
     Always False for PrivateUse1 devices, which may keep their memory outside the storage.
     """
-    if not tensor.numel() or tensor.device.type == torch._C._get_privateuse1_backend_name():
+    if not tensor.numel() or tensor.device.type == torch.device("privateuseone").type:
         return False
     extent = tensor.numel() if tensor.is_contiguous() else span(tensor)
     return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + extent) * tensor.element_size()

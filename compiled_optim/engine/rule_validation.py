@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.engine.rule import Group, Rule, declaration
 from compiled_optim.engine.sharding import check_supported
@@ -27,6 +26,7 @@ from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
 from compiled_optim.program import Arguments, UpdateProgram
+from compiled_optim.torch_private import TorchDispatchMode
 
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
 NUMBER = "keep it a 0-dim tensor; numbers known before the step are returned by derived()"

@@ -21,6 +21,7 @@ from compiled_optim.program import UpdateProgram, count_sums, is_elementwise
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
 @dataclass(frozen=True)
 class ShardSpec:
     """The mesh of a tensor, and the mesh dimensions it is sharded over. It is replicated over the others."""

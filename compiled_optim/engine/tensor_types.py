@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from compiled_optim.torch_private import fake_tensor_types, is_traceable_wrapper_subclass
 
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -55,8 +56,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 def is_fake(tensor: object) -> bool:
     """Return True for a FakeTensor."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # if it is not imported, there are none
-    return module is not None and isinstance(tensor, module.FakeTensor)
+    return isinstance(tensor, fake_tensor_types())
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -65,7 +65,7 @@ def is_wrapper(tensor: Tensor) -> bool:
     if is_fake(tensor) or is_traceable_wrapper_subclass(wrapper):
         return not is_fake(tensor)
     # PrivateUse1 devices may keep their memory outside the storage
-    if tensor.layout != torch.strided or tensor.device.type in ("meta", torch._C._get_privateuse1_backend_name()):
+    if tensor.layout != torch.strided or tensor.device.type in ("meta", torch.device("privateuseone").type):
         return False
     # a freed storage has no bytes, that of a wrapper has some, but no address
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() == 0

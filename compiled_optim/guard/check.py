@@ -23,6 +23,7 @@ from torch import Tensor
 from compiled_optim.backends.libraries import same_memory_check
 from compiled_optim.engine.tensor_types import has_dtensor, local_shard
 from compiled_optim.tensors import picker
+from compiled_optim.torch_private import tensor_guards
 
 
 class Match(Enum):
@@ -114,19 +115,17 @@ def metadata_check(tensors: Sequence[Tensor | None]) -> Check:
     """Return a function that compares the metadata of other tensors with that of ``tensors`` now. None matches None.
 
     It uses Dynamo's C++ check, which takes 0.06 µs per tensor. That check is private, so :func:`plain_metadata_check`
-    replaces it where it is missing.
+    replaces it where it is missing or wrong.
     """
     present = [i for i, tensor in enumerate(tensors) if tensor is not None]
     if not present:
         return lambda others: not any(other is not None for other in others)
     given = [tensor for tensor in tensors if tensor is not None]
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        # None: no dimension is dynamic, so all sizes and strides are compared
-        check = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (ImportError, TypeError):
+    guards = tensor_guards()
+    if guards is None:
         return plain_metadata_check(tensors)
+    # None: no dimension is dynamic, so all sizes and strides are compared
+    check = guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if len(given) == len(tensors):
         return lambda others: bool(check(*others))  # it compares types first, so it rejects None
     absent = [tensor is None for tensor in tensors]

@@ -20,6 +20,7 @@ from compiled_optim.engine.states import State, convert_states
 from compiled_optim.engine.tensor_types import has_memory, local_shard
 from compiled_optim.guard.change import Change, Description, compare, removal, replacement
 from compiled_optim.guard.watch import Watch
+from compiled_optim.torch_private import shallow_copy_check
 
 Place = tuple[Watch, str]
 
@@ -227,7 +228,8 @@ def _converted(old: Tensor, new: Tensor) -> bool:
     the values: they are the old ones, possibly rounded to a lower precision.
     """
     kinds = (new, torch.empty(0, device="cpu"))  # the model may have been on the CPU in between
-    in_place = all(torch._has_compatible_shallow_copy_type(old, kind) for kind in kinds)
+    can_assign = shallow_copy_check()
+    in_place = all(can_assign(old, kind) for kind in kinds)
     if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
         return False
     old, new = local_shard(old), local_shard(new)
