@@ -33,8 +33,9 @@ ScalarValues: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float]
 class Arguments(NamedTuple):
     """The arguments of a program in addition to its lists; None for those it does not take.
 
-    ``inv_scale`` and ``grad_scale`` are 0-dim tensors by which gradients are multiplied, one after the other. ``totals``
-    are the sums of a rule over whole tensors, for the phase FINISH: first one sum for all tensors, then the next.
+    ``inv_scale`` and ``grad_scale`` are 0-dim tensors by which gradients are multiplied, one after the other.
+    ``totals`` are the sums of a rule over whole tensors, for the phase FINISH: first one sum for all tensors, then the
+    next.
     """
 
     scalars: ScalarValues | None = None

@@ -54,10 +54,10 @@ _check_version(torch.__version__)
 try:
     from torch._ops import OpOverload as OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
+    from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
+    disable_current_modes, current_modes = _disable_current_modes, _get_current_dispatch_mode_stack
     disable_dynamo = torch._compile._disable_dynamo
     profile_hook_step = torch.optim.Optimizer.profile_hook_step
 except (ImportError, AttributeError) as error:
@@ -112,7 +112,7 @@ global_post_hooks = _global_hooks(register_optimizer_step_post_hook, "_global_op
 
 def _counts_modes(count: Callable[[], int]) -> bool:
     before = count()
-    with TorchDispatchMode():
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
         return before == len(current_modes()) - 1 and count() == before + 1
 
 

@@ -57,8 +57,8 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, 
 class Rows:
     """The rows of a bucket: one for each group and step count that its parameters have.
 
-    ``groups`` are the numbers of the groups of the rows. ``inv_scale`` unscales all gradients, ``grad_scale`` is a further
-    factor of the gradients of each row.
+    ``groups`` are the numbers of the groups of the rows. ``inv_scale`` unscales all gradients. ``grad_scale`` is a
+    further factor of the gradients of each row.
     """
 
     def __init__(self, bucket: Bucket, counters: StepCounters, readers: Sequence[RowReader]) -> None:

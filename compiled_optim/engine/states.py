@@ -82,7 +82,7 @@ def steps_taken(
 
 
 def step_count(step: object) -> int | None:
-    """Return a number of steps: a tensor in checkpoints of torch, an int in those of torch_npu. None if it is neither."""
+    """Return a number of steps, which is a tensor in torch and an int in torch_npu; None if it is no such number."""
     if isinstance(step, Tensor):
         with outside_of_modes():
             step = step.item() if step.numel() == 1 and not is_fake(step) else None
