@@ -7,6 +7,8 @@ import torch
 
 from compiled_optim import backends
 
+collect_ignore = ["frameworks"]  # they need an environment of their own: make test-frameworks
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="run the parity tests on this device type: cpu, cuda, npu")

@@ -164,7 +164,7 @@ def make_buckets(
         else:
             if type(param) not in PLAIN_TYPES:
                 check_supported(type(rule).__name__, names()[index], param, programs[number], rule.rowwise)
-            check_can_step(type(rule).__name__, names, index, local, grad)
+            check_can_step(rule, names, index, local, grad)
             grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
         kept, steps = (dtype,) * len(programs[number].states), 0
@@ -203,7 +203,7 @@ def with_storages(program: UpdateProgram, kept: Sequence[torch.dtype]) -> Update
     return replace(program, dtype=dtype, storages=tuple(storage_for(each, dtype) for each in kept))
 
 
-def check_can_step(optimizer: str, names: Names, index: int, param: Tensor, grad: Tensor) -> None:
+def check_can_step(rule: Rule, names: Names, index: int, param: Tensor, grad: Tensor) -> None:
     """Raise if this parameter cannot be stepped with this gradient."""
     if (
         grad.layout == param.layout == torch.strided
@@ -214,9 +214,12 @@ def check_can_step(optimizer: str, names: Names, index: int, param: Tensor, grad
         and (type(grad) in PLAIN_TYPES or not is_wrapper(grad))
     ):
         return
+    name, optimizer = names()[index], type(rule).__name__
     if grad.layout != torch.strided:
-        raise RuntimeError(f"{optimizer} does not support sparse gradients, please consider SparseAdam instead")
-    name = names()[index]
+        raise RuntimeError(
+            f"{optimizer} does not support sparse gradients, please consider {rule.sparse_alternative} instead: "
+            f"the gradient of {name} has layout {grad.layout}"
+        )
     if is_wrapper(grad):
         raise TypeError(
             f"the gradient of {name} is a {type(grad).__name__}, a tensor that wraps other tensors; convert it to a "

@@ -98,6 +98,9 @@ class Rule:
     initial_values: ClassVar[Mapping[str, float]] = {}
     """The initial values of states, if not zero."""
 
+    sparse_alternative: ClassVar[str] = "SparseAdam"
+    """The optimizer of torch.optim that the message about sparse gradients recommends. No rule takes them."""
+
     max_grad_norm: float | None = None
 
     update: ClassVar[Callable[..., None]]

@@ -48,6 +48,7 @@ class SGD(Optimizer):
 
     counts_steps = False
     has_torch_switches = True
+    sparse_alternative = "torch.optim.SGD"
 
     def __init__(
         self,

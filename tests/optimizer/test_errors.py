@@ -69,7 +69,12 @@ def sparse(param):
 
 
 BAD_GRADIENTS = [
-    ("sparse", sparse, "^AdamW does not support sparse gradients, please consider SparseAdam instead$"),
+    (
+        "sparse",
+        sparse,
+        "^AdamW does not support sparse gradients, please consider SparseAdam instead: "
+        "the gradient of parameter 'b' has layout torch.sparse_coo$",
+    ),
     (
         "shape",
         lambda p: torch.ones(3),

@@ -197,8 +197,12 @@ def test_sparse_gradients_are_refused(name, compiled):
     optimizer = getattr(co, name)(params, compile=compiled)
     params[0].grad = torch.ones(2, 2)
     params[1].grad = torch.ones(2, 2).to_sparse()
-    message = f"{name} does not support sparse gradients, please consider SparseAdam instead"
+    alternative = "torch.optim.SGD" if name == "SGD" else "SparseAdam"
+    message = f"^{name} does not support sparse gradients, please consider {alternative} instead: "
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     assert_close(params, parameters([(2, 2), (2, 2)]), 0)
     assert not optimizer.state
+    # the recommended optimizer takes the gradient
+    getattr(torch.optim, alternative.removeprefix("torch.optim."))(params[1:], lr=0.1).step()
+    assert not torch.equal(params[1], parameters([(2, 2), (2, 2)])[1])

@@ -20,7 +20,7 @@ OF_ADAM = {
     "`fused` and `foreach` cannot be `True` together": None,
     "`fused` does not support `differentiable`": NotImplementedError,
 }
-OTHERWISE = {"SGD": {}, "Adam": OF_ADAM, "AdamW": OF_ADAM}
+OTHERWISE = {"SGD": {}, "Adam": OF_ADAM, "AdamW": OF_ADAM, "Adadelta": {}, "RMSprop": {}}
 
 
 def error_inputs(info, dtype):
@@ -74,7 +74,7 @@ class TestConstruction(DatabaseTestCase):
         before = copy.deepcopy(params)
         dense.grad, sparse.grad = torch.ones(3), torch.ones(4, 2).to_sparse()
         optimizer = ours(optim_info, params, compile)
-        with pytest.raises(RuntimeError, match=f"{optim_info.name} does not support sparse gradients, .*SparseAdam"):
+        with pytest.raises(RuntimeError, match=f"{optim_info.name} does not support sparse gradients"):
             optimizer.step()
         self.assert_same(params, before)
         assert optimizer.state_dict()["state"] == {}
@@ -84,7 +84,7 @@ class TestConstruction(DatabaseTestCase):
         for kwargs in configurations(optim_info, ["cpu"]):
             params = parameters(dtype)
             optimizer, twin = ours(optim_info, params, compile, **kwargs), theirs(optim_info, params, **kwargs)
-            # our SGD also has "capturable"
+            # ours also has the switches that torch.optim lacks: "capturable" in SGD, "fused" in Adadelta and RMSprop
             assert set(repr(twin).splitlines()) <= set(repr(optimizer).splitlines())
             run(optimizer, params, range(1))
             assert optim_info.name in repr(optimizer)

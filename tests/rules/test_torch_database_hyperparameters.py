@@ -19,6 +19,15 @@ from .torch_database import (
     theirs,
 )
 
+# hyperparameters of one optimizer, to be changed between steps
+OWN = {
+    "SGD": {"momentum": 0.5, "weight_decay": 0.2},
+    "Adam": {"betas": (0.8, 0.9), "eps": 1e-3},
+    "AdamW": {"betas": (0.8, 0.9), "eps": 1e-3},
+    "Adadelta": {"rho": 0.5, "eps": 1e-3},
+    "RMSprop": {"alpha": 0.9, "eps": 1e-3},
+}
+
 
 class TestHyperparameters(DatabaseTestCase):
     @compiled_and_eager
@@ -78,7 +87,7 @@ class TestHyperparameters(DatabaseTestCase):
             {"weight_decay": 0.1},
             {"maximize": True},
             {"weight_decay": 0.0, "maximize": False},
-            {"momentum": 0.5, "weight_decay": 0.2} if optim_info.name == "SGD" else {"betas": (0.8, 0.9), "eps": 1e-3},
+            OWN[optim_info.name],
         )
         pair = parameters(dtype), parameters(dtype)
         optimizers = [make(params) for make, params in zip(both(optim_info, compile), pair, strict=True)]
@@ -86,7 +95,8 @@ class TestHyperparameters(DatabaseTestCase):
             for optimizer, params in zip(optimizers, pair, strict=True):
                 optimizer.param_groups[0].update(change)
                 run(optimizer, params, range(3 * number, 3 * number + 3))
-            self.assert_parity(*pair)
+            # the parameter of one element comes close to zero, but its rounding errors do not
+            self.assert_parity(*pair, scale=0.1)
 
     @compiled_and_eager
     def test_add_param_group_between_steps(self, device, dtype, optim_info, compile):

@@ -1,8 +1,8 @@
 """Tests of our classes with torch's own optimizer database, ``torch.testing._internal.common_optimizers``.
 
 The database lists constructor arguments, invalid arguments and schedulers for each optimizer of torch.optim, and
-torch's test_optim.py uses it. The tests here use it for our classes, compiled and eager, and compare each with the
-class of the same name in torch.optim.
+torch's test_optim.py uses it. The tests here use it for every class that torch.optim has too, compiled and eager, and
+compare each with the class of the same name in torch.optim.
 
 What does not apply to us, and why:
 
@@ -15,7 +15,7 @@ What does not apply to us, and why:
   - "`fused` does not support `differentiable`": ``differentiable=True`` alone is a NotImplementedError here.
 
 * ``differentiable`` configurations, and torch's tests of second-order steps: see above.
-* Sparse gradients (``supports_sparse``, ``metadata_for_sparse``, which torch.optim.SGD has): refused, for all three.
+* Sparse gradients (``supports_sparse``, ``metadata_for_sparse``, which torch.optim.SGD has): refused, for all classes.
 * Configurations for CUDA, XPU and MPS: they differ by ``capturable`` and by tensors for lr and betas, all of which
   also work on the CPU, so they are run here, without ``capturable`` for torch, which refuses it on the CPU.
 * Decorators, skips and tolerances of the database: they belong to tests of torch's implementations.
@@ -39,6 +39,7 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db, o
 from torch.testing._internal.common_utils import TestCase, parametrize
 
 import compiled_optim as co
+from catalog import CATALOG
 
 TORCH_INFOS = {info.name: info for info in optim_db}
 INFOS = [
@@ -51,13 +52,13 @@ INFOS = [
         supported_impls=(),
         has_capturable_arg=True,
     )
-    for cls, info in ((cls, TORCH_INFOS[cls.__name__]) for cls in (co.SGD, co.Adam, co.AdamW))
+    for cls, info in ((getattr(co, name), TORCH_INFOS[name]) for name, entry in CATALOG.items() if entry.in_torch)
 ]
 
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 
-# options for the tests that need only one configuration, but with state
-STATEFUL = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Adam": {"weight_decay": 0.1}, "AdamW": {}}
+# options for the tests that need only one configuration, but with all states
+STATEFUL = {name: entry.typical for name, entry in CATALOG.items()}
 
 TOLERANCE = {torch.float32: 2e-6, torch.complex64: 2e-6, torch.float64: 1e-12, torch.complex128: 1e-12}
 
