@@ -240,8 +240,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def warmup(self) -> None:
         """Compile the units of the first step without making a step. On a terminal, show a progress bar.
 
-        This assumes that every parameter gets a gradient. Parameters without memory are skipped. Units for scaled
-        gradients are compiled in the first step of a GradScaler.
+        This assumes that every parameter gets a gradient. Parameters without memory are skipped. With ``fused=True``,
+        units that unscale gradients are compiled in the first step of a GradScaler.
         """
         with torch.no_grad():
             self._stepper.warmup(self.param_groups, self._state, bar=sys.stderr.isatty())

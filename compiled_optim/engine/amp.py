@@ -6,8 +6,8 @@ the step, as for the fused optimizers of torch. The scaler looks for infinities,
 ``found_inf`` on the optimizer. The update unscales gradients in place, in the pass that reads them. The host decides
 whether to skip the step, so it waits for an accelerator once per step.
 
-Measured on the CPU, the default moves fewer bytes: the scaler reads and writes all gradients in any case to look for
-infinities.
+The default also moves fewer bytes: the scaler reads and writes all gradients in any case, to look for infinities. In
+float32, AdamW moves 8 + 28 bytes for each parameter by default, and 8 + 32 with ``fused=True``.
 """
 
 from __future__ import annotations
