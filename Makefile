@@ -1,6 +1,8 @@
 # make test    set up .venv and run the whole test suite; PYTEST_ARGS="..." passes arguments to pytest
 # make test-versions
 #              run the tests with other versions of torch and Python, each in an environment of its own (see below)
+# make test-frameworks
+#              run the tests inside transformers, accelerate and lightning, in an environment of their own
 # make report  set up .venv and measure the optimizers on this machine; PERF_ARGS="..." passes arguments to perf
 # make lint    ruff, mypy and import-linter
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
@@ -10,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH_NPU := $(VENV)/torch_npu
+FRAMEWORKS := .venv-frameworks
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # the interpreters of the other versions of Python
@@ -17,7 +20,7 @@ PYTHON312 ?= python3.12
 PYTHON313 ?= python3.13
 VERSIONS ?= test-torch-2.12 test-torch-2.14 test-torch-2.15 test-python-3.12 test-python-3.13
 
-.PHONY: test test-versions report lint wheel clean
+.PHONY: test test-versions test-frameworks report lint wheel clean
 
 # in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
@@ -34,6 +37,9 @@ test-torch-%:
 # with the torch that `make test` uses
 test-python-3.%:
 	.ci/test_version $(PYTHON3$*) 2.13 $(PYTEST_ARGS)
+
+test-frameworks: $(FRAMEWORKS)/.ready
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 report: $(READY)
 	$(BIN)/python -m perf $(PERF_ARGS)
@@ -68,5 +74,12 @@ $(TORCH_NPU): constraints.txt | $(READY)
 	$(PIP) --no-deps --target $@ torch_npu
 	touch $@
 
+$(FRAMEWORKS)/.ready: PIP := $(FRAMEWORKS)/bin/pip install --quiet --constraint constraints-frameworks.txt
+$(FRAMEWORKS)/.ready: pyproject.toml constraints-frameworks.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable ".[frameworks]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .versions build
+	rm -rf $(VENV) $(FRAMEWORKS) .versions build
