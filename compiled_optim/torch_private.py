@@ -151,7 +151,7 @@ def _tensor_guards() -> Any:
 
 def _compares_metadata(guards: Any) -> bool:
     """Return True if a guard accepts tensors like its own, and no others."""
-    known = torch.zeros(2, 3, device="cpu")
+    known, spread = torch.zeros(2, 3, device="cpu"), torch.zeros(2, 3, dtype=torch.complex64, device="cpu")
     others = (
         torch.zeros(2, 3, dtype=torch.float64, device="cpu"),
         torch.zeros(3, 2, device="cpu"),
@@ -162,12 +162,19 @@ def _compares_metadata(guards: Any) -> bool:
         torch.zeros(2, 3, device="cpu", requires_grad=True),
         torch.nn.Parameter(torch.zeros(2, 3, device="cpu"), requires_grad=False),
         torch.zeros(2, 3, device="cpu").to_sparse(),
-        torch.zeros(2, 3, dtype=torch.complex64, device="cpu").conj().imag,
         None,
     )
-    check = guards(known, known, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    accepts = check(known.clone(), torch.ones(2, 3, device="cpu"))
-    return bool(accepts) and not any(check(known, other) or check(other, known) for other in others)
+
+    def checker(*tensors: Tensor) -> Callable[..., bool]:
+        check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check
+
+    check, check_bits = checker(known, known), checker(spread, spread.imag)
+    accepts = check(known.clone(), torch.ones(2, 3, device="cpu")) and check_bits(spread, spread.imag)
+    rejects = not any(check(known, other) or check(other, known) for other in others)
+    lazily_conjugated = spread.conj()
+    rejects_bits = not (check_bits(lazily_conjugated, spread.imag) or check_bits(spread, lazily_conjugated.imag))
+    return bool(accepts) and rejects and rejects_bits
 
 
 @lru_cache
@@ -217,16 +224,20 @@ class _Name(NamedTuple):
 
 COMPILER = {
     "AsyncCompile": _Name("torch._inductor.async_compile", ("cpp_pybinding",)),
+    "BuildOptionsBase": _Name("torch._inductor.cpp_builder"),
     "CompiledFxGraph": _Name("torch._inductor.output_code"),
     "CppBuilder": _Name("torch._inductor.cpp_builder", ("build", "get_command_line", "get_target_file_path")),
     "CppPythonBindingsCodeCache": _Name("torch._inductor.codecache", ("load_pybinding",)),
     "CppTorchDeviceOptions": _Name("torch._inductor.cpp_builder"),
     "CustomGraphPass": _Name("torch._inductor.custom_graph_pass", ("uuid",)),
     "FakeTensorMode": _Name("torch._subclasses.fake_tensor"),
+    "PyCodeCache": _Name("torch._inductor.codecache", ("modules_no_attr",)),
     "ShapeEnv": _Name(
         "torch.fx.experimental.symbolic_shapes", ("create_unbacked_symint", "ignore_fresh_unbacked_symbols")
     ),
+    "code_hash": _Name("torch._inductor.codecache"),
     "compile_fx": _Name("torch._inductor.compile_fx"),
+    "config": _Name("torch._inductor", ("cpp",)),
     "enable_python_dispatcher": _Name("torch._dispatch.python"),
     "exc": _Name("torch._inductor", ("CppCompileError", "InductorError", "InvalidCxxCompiler")),
     "get_hash_for_files": _Name("torch._inductor.custom_graph_pass"),

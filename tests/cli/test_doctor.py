@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from compiled_optim.backends import registry
@@ -17,7 +19,7 @@ def test_doctor_where_compiling_works(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     found = {line.split("  ")[0].strip(): line for line in lines if line.strip()}
     assert "compiles; the first step took" in found["cpu"]
-    assert "this build of torch has no CUDA support" in found["cuda"] or "compiles" in found["cuda"]
+    assert re.search("this build of torch has no CUDA support|torch sees no CUDA device|compiles", found["cuda"])
     assert "available; compiles nothing" in found["eager"]
     assert {"torch", "C++ compiler", "vector ISA", "cache directory", "units kept there"} <= set(found)
     assert {"OMP_NUM_THREADS", "COMPILED_OPTIM_EAGER"} <= set(found)

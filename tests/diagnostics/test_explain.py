@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -189,12 +190,11 @@ print(repr(sys.stderr.getvalue()))
 
 def test_warmup_shows_a_bar_on_a_terminal_only():
     shown = eval(run_python(BAR.format(terminal=True)))
+    # torch may print a warning after the name of a unit
     lines = shown.split("\r\x1b[K")
-    assert lines[1].startswith("SGD [--------------------] 0/2 ")
-    assert lines[1].endswith("squared_norm[float32, table]")
-    assert lines[2].startswith("SGD [##########----------] 1/2 ")
-    assert lines[3].startswith("SGD [####################] 2/2 ")
-    assert lines[3].endswith(" ready\n")
+    assert re.match(r"SGD \[-{20}\] 0/2 \d+ s squared_norm\[float32, table\]", lines[1])
+    assert re.match(r"SGD \[#{10}-{10}\] 1/2 \d+ s ", lines[2])
+    assert re.match(r"SGD \[#{20}\] 2/2 \d+ s ready\n$", lines[3])
     assert "SGD" not in run_python(BAR.format(terminal=False))
 
 

@@ -94,9 +94,9 @@ def test_runs_inside_other_contexts(compiled):
                 for param in params:
                     param.grad = torch.ones_like(param)
             pair.optimizer.step()
-            pair.reference.step()
     finally:
         torch.set_default_dtype(torch.float32)
+    pair.reference.step()  # outside: torch 2.12 cannot step with another default device
     pair.agree()
 
 
