@@ -150,6 +150,21 @@ def test_random_subsets_as_in_the_formula(name, dtype, compiled):
         assert [int(optimizer.state[param]["step"]) for param in stepped] == reference.steps_taken()
 
 
+def test_another_subset_makes_no_new_plan():
+    """Nor does it split the calls: step counts that have come apart stay in one call."""
+    params = parameters(SMALL * 5)
+    optimizer = co.AdamW(in_groups(params, ({}, {"lr": 1e-2}, {"weight_decay": 0.2})))
+    run = Run(optimizer, params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    plan = optimizer._stepper._plan
+    run.steps(STEPS)
+    assert optimizer._stepper._plan is plan
+    assert len({int(optimizer.state[param]["step"]) for param in params}) > 5
+    assert optimizer.explain().calls_per_step == 1
+
+
 def test_a_state_that_was_deleted_is_not_made_again_without_a_gradient(compiled):
     params = parameters([(3,), (4,)])
     optimizer = co.AdamW(params, compile=compiled)
