@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from array import array
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from compiled_optim.backends import get as get_backend
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.program import Arguments, Phase, SquaredNormProgram, UpdateProgram
 from compiled_optim.storage import Direct, Rounded
-from tests.helpers import assert_close, copies, distance
+from tests.helpers import assert_close, copies, distance, run_python
 
 
 def zoo(seed):
@@ -229,39 +227,26 @@ def test_a_table_unit_that_computes_something_else_is_replaced(tampered):
     assert "its results differ from those of the eager program" in text
 
 
-TASKS = Path("/proc/self/task")
+NEW_THREADS = """
+import os, torch, compiled_optim as co
+torch.set_num_threads(1)
+param = torch.nn.Parameter(torch.zeros(2000, 1000))
+param.grad = torch.zeros_like(param)
+optimizer = co.AdamW([param])
+optimizer.step()
+for count in (1, 2, 3):
+    torch.set_num_threads(count)
+    before = len(os.listdir("/proc/self/task"))
+    optimizer.step()
+    print(len(os.listdir("/proc/self/task")) - before)
+    assert torch.get_num_threads() == count
+"""
 
 
-def working_threads(run):
-    """Return the number of threads of this process that did a substantial part of the work of ``run``."""
-
-    def nanoseconds():
-        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in TASKS.iterdir()}
-
-    time.sleep(0.5)  # idle threads spin before they sleep
-    before = nanoseconds()
-    run()
-    used = [spent - before.get(thread, 0) for thread, spent in nanoseconds().items()]
-    return sum(spent > max(used) / 10 for spent in used)
-
-
-@pytest.mark.skipif(not (TASKS / str(os.getpid()) / "schedstat").exists(), reason="needs Linux's times of threads")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_a_step_runs_on_as_many_threads_as_torch_is_set_to():
-    """The number of threads is read at each step, and results do not depend on it."""
-    threads = torch.get_num_threads()
-    results, working = [], []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            torch.manual_seed(0)
-            param = torch.nn.Parameter(torch.randn(2000, 1000))
-            optimizer = co.AdamW([param])
-            param.grad = torch.randn(2000, 1000)
-            optimizer.step()
-            working.append(working_threads(lambda optimizer=optimizer: [optimizer.step() for _ in range(20)]))
-            assert torch.get_num_threads() == count
-            results.append(param)
-    finally:
-        torch.set_num_threads(threads)
-    assert working == [1, 2, 3]
-    assert_close(results[1:], results[:1] * 2, 0)
+    """The number is read at each step. OpenMP keeps its threads, so only those that are missing are started."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    co.AdamW([param]).step()  # so that the process loads the unit: a compiler has threads of its own
+    assert run_python(NEW_THREADS).split() == ["0", "1", "1"]
