@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from compiled_optim.backends.base import (
     Unit,
     UnitCall,
 )
-from compiled_optim.backends.inductor import COMPILER_REMEDY, cpu_errors
+from compiled_optim.backends.faults import COMPILER_REMEDY, compile_safely
 from compiled_optim.backends.recording import CannotRecord
 from compiled_optim.backends.table_compiler import OPTIONS, compile_table, count_unit_sums, load_table
 from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
@@ -97,14 +97,18 @@ class CpuBackend(Backend):
         with torch.inference_mode(False), torch.no_grad():
             unit: Unit | None = load_table(signature)
             if unit is None:
-                with cpu_errors():
-                    try:
-                        unit = compile_table(signature)
-                    except CannotRecord as error:
-                        returned = signature.program.result is not Result.NOTHING
-                        unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
-                        unit.limit = str(error)
+                unit = compile_safely(partial(_compile, signature))
         unit.seconds = time.perf_counter() - start
+        return unit
+
+
+def _compile(signature: Signature) -> Unit:
+    try:
+        return compile_table(signature)
+    except CannotRecord as error:
+        returned = signature.program.result is not Result.NOTHING
+        unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
+        unit.limit = str(error)
         return unit
 
 

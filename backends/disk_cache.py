@@ -9,11 +9,13 @@ ones.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import platform
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from functools import lru_cache
@@ -29,6 +31,9 @@ from compiled_optim.locations import is_ours
 from compiled_optim.torch_private import changed_settings, default_cache_directory
 
 FOLDER = "compiled_optim"
+
+UNIT_BYTES = 1 << 20
+"""An upper bound of the space that Inductor's files and the library of a unit take."""
 
 VARIABLES_WITHOUT_EFFECT = ("CACHE_DIR", "COMPILE_THREADS", "FORCE_DISABLE_CACHES", "WORKER_START")
 """Environment variables of Inductor, without their prefix, that do not change the code it generates."""
@@ -103,11 +108,37 @@ def directory() -> Path:
     return Path(found if found is not None else default_cache_directory()).resolve()
 
 
+def create_directory() -> None:
+    """Create the cache directory if it does not exist, as Dynamo does when it is imported; raise if that fails."""
+    try:
+        directory().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable(error) from error
+
+
+def check_writable() -> None:
+    """Raise if no unit can be written to the cache directory."""
+    create_directory()
+    folder = directory() / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(UNIT_BYTES))
+    except OSError as error:
+        raise unusable(error) from error
+
+
 def unusable(error: OSError) -> BackendUnavailableError:
     """Return the error for a cache directory that cannot be written to."""
+    remedy = "set the environment variable TORCHINDUCTOR_CACHE_DIR to a directory that can be written to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = (
+            "free space there and in the directory for temporary files, or set the environment variable "
+            "TORCHINDUCTOR_CACHE_DIR to a directory on another disk"
+        )
     return BackendUnavailableError(
-        f"Inductor's cache directory cannot be used: {error}; set the environment variable TORCHINDUCTOR_CACHE_DIR to "
-        "a directory that can be written to, or pass compile=False to run the same step eagerly"
+        f"Inductor's cache directory {directory()} cannot be used: {error}; {remedy}, or pass compile=False to run "
+        "the same step eagerly"
     )
 
 

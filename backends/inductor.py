@@ -13,14 +13,10 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from subprocess import CalledProcessError
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from compiled_optim.backends import disk_cache
-from compiled_optim.errors import BackendUnavailableError
 
 Run = Callable[[list[Any]], Sequence[Tensor]]
 Lowered = tuple[Run, int]
@@ -33,11 +29,6 @@ CPU_OPTIONS: dict[str, Any] = {
     "do_not_emit_runtime_assertions": True,
 }
 
-COMPILER_REMEDY = (
-    "install a C++ compiler (for example the packages g++ and python3-dev) or name one in the environment variable "
-    "CXX, or pass compile=False to run the same step eagerly"
-)
-
 
 def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[str, Any]) -> Lowered:
     """Compile a traced graph with Inductor; the options apply to this compilation only."""
@@ -46,22 +37,6 @@ def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[st
     kernels = metrics.generated_kernel_count
     compiled: Any = compile_fx(module, examples, config_patches=dict(options))
     return _innermost(compiled), metrics.generated_kernel_count - kernels
-
-
-@contextmanager
-def cpu_errors() -> Iterator[None]:
-    """Raise BackendUnavailableError with the cause and the remedy if the C++ compiler or the disk fails."""
-    from compiled_optim.torch_private import exc
-
-    try:
-        yield
-    except (exc.InductorError, exc.CppCompileError, exc.InvalidCxxCompiler, CalledProcessError, OSError) as error:
-        cause = getattr(error, "inner_exception", error)
-        if isinstance(cause, exc.InvalidCxxCompiler | exc.CppCompileError | CalledProcessError):
-            raise BackendUnavailableError(f"the C++ compiler does not work: {cause}\n{COMPILER_REMEDY}") from None
-        if isinstance(cause, OSError):
-            raise disk_cache.unusable(cause) from error
-        raise
 
 
 class LazyKernel:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,50 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends import disk_cache
+from compiled_optim.backends.faults import BROKEN_COMPILER_REMEDY, is_complete
+from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.torch_private import data_ptr_function
+
+logger = logging.getLogger("compiled_optim")
 
 MODULE = "table_unit"
 """The name under which a library initialises itself as an extension module (``PyInit_table_unit``)."""
 
+VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+"""The width of the vectors of torch's own kernels, by the name of the instruction set."""
 
 _loaded: Any = None
 """The library that was loaded last. All have the same functions that check lists of tensors."""
+
+
+@lru_cache
+def has_vectors() -> bool:
+    """Return False if Inductor does not use the vector instructions that torch uses, because its test of them failed.
+
+    Inductor builds and loads a test library for each instruction set. A compiler that was killed, or a full disk, also
+    makes the test fail. Then the code is slower, and must not be kept for other processes.
+    """
+    from compiled_optim.torch_private import config, pick_vec_isa
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    if config.cpp.simdlen is not None or config.cpp.vec_isa_ok is not None:  # the user has chosen
+        return True
+    if pick_vec_isa().bit_width() >= VECTOR_BITS.get(capability, 0):
+        return True
+    logger.warning(
+        "Inductor cannot use %s, because its test of these instructions could not be built or loaded: units compiled "
+        "by this process are slower and are not kept on disk. Check the C++ compiler (python -m compiled_optim doctor)",
+        capability,
+    )
+    return False
+
+
+def cache_options() -> dict[str, Any]:
+    """Return the option that keeps Inductor from using its cache on disk, if :func:`has_vectors` is False.
+
+    The key of that cache does not contain the instruction set.
+    """
+    return {} if has_vectors() else {"force_disable_caches": True}
 
 
 def build(source: str) -> Path:
@@ -45,9 +83,26 @@ def build(source: str) -> Path:
         file.write_text(source)
         builder = CppBuilder(name=name, sources=[str(file)], BuildOption=options, output_dir=place)
         builder.build()
-        os.replace(builder.get_target_file_path(), library)  # no other process sees a part of it
+        target = Path(builder.get_target_file_path())
+        if not is_complete(target):
+            size = target.stat().st_size if target.exists() else 0
+            raise BackendUnavailableError(
+                f"the C++ compiler reported no error, but the library that it wrote to {folder} is incomplete "
+                f"({size} bytes); check that there is space on the disk; {BROKEN_COMPILER_REMEDY}"
+            )
+        os.replace(target, library)  # no other process sees a part of it
     disk_cache.write(digest, disk_cache.digest_of(library))
     return library
+
+
+def build_and_load(source: str) -> tuple[Path, Any]:
+    """Return the library of a C++ source, and the library as a module."""
+    library = build(source)
+    try:
+        return library, load(library)
+    except ImportError:
+        library.unlink(missing_ok=True)  # to build it again next time
+        raise
 
 
 def load(library: Path) -> Any:

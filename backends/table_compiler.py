@@ -64,7 +64,7 @@ def compile_table(signature: Signature) -> TableUnit:
     for name, (part, graph_pass) in graphs.items():
         carried = CARRIES if graph_pass and part.rank > 1 else 0
         traced = trace(part, hint=HINT, decompose_foreach=part.program.reduces, carries=carried)
-        options = {**OPTIONS, **_graph_pass(graph_pass, traced)}
+        options = {**OPTIONS, **libraries.cache_options(), **_graph_pass(graph_pass, traced)}
         with lazy_kernels():
             run, count = lower(traced.module, traced.examples, options)
         recordings[name] = _record(part, run, traced.inputs)
@@ -74,13 +74,14 @@ def compile_table(signature: Signature) -> TableUnit:
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
     carries = count_carries(recordings.values())
     source = write_source(recordings, len(signature.dtypes), carries, scalars, sums, dtype)
-    library = libraries.build(source)
+    library, module = libraries.build_and_load(source)
     passes = sum(PASSES[name] for name in graphs)
     about = {"sums": sums, "passes": passes, "carries": carries, "kernels": kernels}
-    unit = _unit(libraries.load(library), about)
+    unit = _unit(module, about)
     if not table_agrees(signature, unit):
         raise CannotRecord("its results differ from those of the eager program")
-    disk_cache.save(signature, OPTIONS, library, about)
+    if libraries.has_vectors():
+        disk_cache.save(signature, OPTIONS, library, about)
     return unit
 
 

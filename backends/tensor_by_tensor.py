@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.backends import libraries
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Signature, Unit
 from compiled_optim.backends.graph import Graph
 from compiled_optim.backends.inductor import CPU_OPTIONS, lower
@@ -73,7 +74,7 @@ def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
     ``sums`` is the number of sums that the program returns.
     """
     traced = trace(signature, hint=HINT, decompose_foreach=signature.program.reduces)
-    run, kernels = lower(traced.module, traced.examples, OPTIONS)
+    run, kernels = lower(traced.module, traced.examples, {**OPTIONS, **libraries.cache_options()})
     graph = Graph(run, traced.inputs, kernels)
     for size in (37, 1):
         shape = (size,) if signature.rank == 1 else (size, 5)

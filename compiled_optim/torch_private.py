@@ -199,16 +199,20 @@ class _Name(NamedTuple):
 
 COMPILER = {
     "AsyncCompile": _Name("torch._inductor.async_compile", ("cpp_pybinding",)),
+    "BuildOptionsBase": _Name("torch._inductor.cpp_builder"),
     "CompiledFxGraph": _Name("torch._inductor.output_code"),
     "CppBuilder": _Name("torch._inductor.cpp_builder", ("build", "get_command_line", "get_target_file_path")),
     "CppPythonBindingsCodeCache": _Name("torch._inductor.codecache", ("load_pybinding",)),
     "CppTorchDeviceOptions": _Name("torch._inductor.cpp_builder"),
     "CustomGraphPass": _Name("torch._inductor.custom_graph_pass", ("uuid",)),
     "FakeTensorMode": _Name("torch._subclasses.fake_tensor"),
+    "PyCodeCache": _Name("torch._inductor.codecache", ("modules_no_attr",)),
     "ShapeEnv": _Name(
         "torch.fx.experimental.symbolic_shapes", ("create_unbacked_symint", "ignore_fresh_unbacked_symbols")
     ),
+    "code_hash": _Name("torch._inductor.codecache"),
     "compile_fx": _Name("torch._inductor.compile_fx"),
+    "config": _Name("torch._inductor", ("cpp",)),
     "enable_python_dispatcher": _Name("torch._dispatch.python"),
     "exc": _Name("torch._inductor", ("CppCompileError", "InductorError", "InvalidCxxCompiler")),
     "get_hash_for_files": _Name("torch._inductor.custom_graph_pass"),

@@ -1,4 +1,4 @@
-"""Private names of torch: one module reaches them, and one that is missing or wrong is replaced or named in an error."""
+"""Private names of torch: one module uses them, and a name that is missing or wrong is replaced or reported."""
 
 from __future__ import annotations
 

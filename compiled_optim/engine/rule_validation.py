@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from compiled_optim.backends import disk_cache
 from compiled_optim.engine.rule import Group, Rule, declaration
 from compiled_optim.engine.sharding import PLAIN_TYPES, check_supported
 from compiled_optim.errors import RuleError
@@ -128,6 +129,8 @@ def _derived(rule: Rule, group: Group, step: int) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _try_out(program: UpdateProgram, ranks: tuple[int, ...]) -> None:
+    # the modes of a trial import Dynamo, which would fail without the directory, and blame the rule
+    disk_cache.create_directory()
     for rank in ranks:
         with torch.inference_mode(False), torch.no_grad():
             _Trial(program, rank).run()
