@@ -49,10 +49,9 @@ def has_vectors() -> bool:
     if pick_vec_isa().bit_width() >= VECTOR_BITS.get(capability, 0):
         return True
     logger.warning(
-        "Inductor cannot use %s, because the C++ compiler failed to build or to load its test of these instructions: units "
-        "compiled by this process are slower, and are not kept on disk. Check the compiler (%s)",
+        "Inductor cannot use %s, because its test of these instructions could not be built or loaded: units compiled "
+        "by this process are slower and are not kept on disk. Check the C++ compiler (python -m compiled_optim doctor)",
         capability,
-        "python -m compiled_optim doctor",
     )
     return False
 

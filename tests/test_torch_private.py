@@ -6,6 +6,7 @@ import ast
 import ctypes
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,6 +88,13 @@ except ImportError as error:
 def test_a_newer_torch_is_accepted_in_silence(version, recwarn):
     torch_private._check_version(version)
     assert not recwarn
+
+
+def test_an_installed_torch_is_kept_unless_the_extra_is_asked_for():
+    """A lower bound among the dependencies would make pip replace an older torch without a question."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "torch" in project["dependencies"]
+    assert project["optional-dependencies"]["torch"] == [f"torch>={torch_private.OLDEST}"]
 
 
 # ---- TensorGuards

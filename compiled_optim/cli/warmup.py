@@ -78,7 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
             except (TypeError, ValueError) as error:
                 print(f"{rule.__name__} does not accept the arguments of --set: {error}")
                 return 1
-            optimizer.warmup()
+            try:
+                optimizer.warmup()
+            except BackendUnavailableError as error:
+                print(error)
+                return 1
             made = [unit for unit in optimizer.explain().units if unit.source != FROM_PROCESS]
             rows += [(unit.name, f"{unit.seconds:.2f}", unit.source) for unit in made]
     if not rows:

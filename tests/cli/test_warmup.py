@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compiled_optim.backends import for_device
 from compiled_optim.cli import main
 from tests.helpers import run_python
 
@@ -64,6 +65,14 @@ def test_settings_reach_the_optimizer_and_eager_runs_are_told(capsys, monkeypatc
 def test_a_device_without_a_backend(capsys):
     assert main(["warmup", "--optimizer", "sgd", "--device", "vulkan"]) == 1
     assert "no backend compiles for device type 'vulkan'" in capsys.readouterr().out
+
+
+def test_a_directory_that_cannot_be_used(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(for_device("cpu"), "_units", {})
+    assert main(["warmup", "--optimizer", "sgd"]) == 1
+    assert f"Inductor's cache directory {tmp_path / 'file'} cannot be used" in capsys.readouterr().out
 
 
 def test_devices_where_shapes_are_compiled_in(capsys):

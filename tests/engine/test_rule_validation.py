@@ -10,7 +10,7 @@ import torch
 import compiled_optim as co
 from catalog import CATALOG
 from compiled_optim.engine import rule_validation
-from tests.helpers import assert_close, parameters
+from tests.helpers import assert_close, copies, gradients, parameters
 
 from . import broken_rules
 from .broken_rules import BROKEN, Branches, Momentum, PrintsATensor
@@ -173,3 +173,29 @@ def test_construction_leaves_the_random_state_alone():
     with torch.inference_mode():
         Fresh([torch.nn.Parameter(torch.ones(3))])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class NoHyperparameters(co.Optimizer):
+    def __init__(self, params, **options):
+        super().__init__(params, {}, **options)
+
+    @staticmethod
+    def update(p, g, momentum):
+        momentum += g
+        p -= momentum
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_rule_without_hyperparameters(max_norm, compiled):
+    ours = parameters([(3,), (1,), (4, 2), (0,)])
+    theirs = copies(ours)
+    optimizer = NoHyperparameters(ours, compile=compiled, max_grad_norm=max_norm)
+    reference = torch.optim.SGD(theirs, lr=1.0, momentum=1.0)
+    for grads in gradients(ours, 3):
+        for param, twin, grad in zip(ours, theirs, grads, strict=True):
+            param.grad, twin.grad = grad, grad.clone()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        optimizer.step()
+        reference.step()
+    assert_close(ours, theirs, 1e-6)
