@@ -43,8 +43,8 @@ class Watch:
     def read(self) -> Held:
         """Return the parameters that the module holds now.
 
-        Between forward and backward, FSDP puts an unsharded tensor in the place of a sharded parameter. In this case the
-        sharded one is returned.
+        Between forward and backward, FSDP puts an unsharded tensor in the place of a sharded parameter. In this case
+        the sharded one is returned.
         """
         sharded = {name: param for param, name in self.held if is_dtensor(param)}
         return [
