@@ -105,7 +105,7 @@ def tie(name: str, before: Description | None, other: str, is_held: bool) -> Cha
 
 def addition(name: str, after: Description | None) -> Change:
     """Return the change of a watched module that holds a further parameter, which is not in the optimizer."""
-    text = f"added to a watched module, {_text(after)}, but not to the optimizer; pass it to add_param_group()"
+    text = f"added to a watched module but not to the optimizer: {_text(after)}"
     return Change(name, "added", "None", _text(after), text, "a new submodule, or `module.weight = nn.Parameter(...)`")
 
 

@@ -32,7 +32,11 @@ class EventLog:
         Those that occur for the first time are logged, in one line for each of both.
         """
         self._count(changes, "follows a reallocated parameter", "follows %d reallocated parameters")
-        self._count(added, "does not step a parameter", "does not step %d parameters")
+        self._count(
+            added,
+            "does not step a new parameter, pass it to add_param_group()",
+            "does not step %d new parameters, pass them to add_param_group()",
+        )
 
     def _count(self, changes: Sequence[Change], one: str, several: str) -> None:
         """Count changes and log the new ones. Once ``MAX_EVENTS`` are kept, others are counted but not logged."""

@@ -12,7 +12,6 @@ from compiled_optim.engine.rule import Group
 from compiled_optim.engine.states import State, convert_states
 from compiled_optim.guard.change import Change, Description
 from compiled_optim.guard.check import same_objects
-from compiled_optim.guard.module_changes import Place
 from compiled_optim.guard.names import names_of
 from compiled_optim.guard.record import Vacancy
 
@@ -42,13 +41,13 @@ class Move:
 class Findings:
     """All that has changed: the moves to follow, new names of parameters, and parameters that were added to modules.
 
-    ``vacated`` are the places of parameters that were removed. ``is_empty`` is True if nothing has changed.
+    ``vacant`` are all removed parameters at whose places there is none. ``is_empty`` is True if nothing has changed.
     """
 
     moves: Sequence[Move] = ()
     renamed: Mapping[Tensor, str] = field(default_factory=dict)
     added: Sequence[Change] = ()
-    vacated: Mapping[Place, Vacancy] = field(default_factory=dict)
+    vacant: Sequence[Vacancy] = ()
     is_empty: bool = False
 
     @property

@@ -50,10 +50,10 @@ def follow_name(given: str, before: Sequence[Place], now: Sequence[Place]) -> st
     if not related:
         return None
     old = next((place for place in related if place.name == given), related[0])
-    if old in now:
-        return given
     near = [place for place in now if place.module is old.module] or now
-    new = next((place for place in near if place.unparametrized == old.unparametrized), near[0])
+    if any(place.name == old.name for place in near):
+        return given
+    new = next((place for place in near if place.attribute == old.attribute), near[0])
     return _renamed(given, old.name, new.name)
 
 

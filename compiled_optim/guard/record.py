@@ -22,19 +22,23 @@ class Vacancy(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The description of each parameter that has memory, the watched modules, and the places of removed parameters."""
+    """The description of each parameter that has memory, the watched modules, and the removed parameters."""
 
     seen: Mapping[Tensor, Description]
     watches: Sequence[Watch]
-    vacant: Mapping[Place, Vacancy]
+    vacant: Sequence[Vacancy]
 
     def places(self) -> Places:
         """Return the recorded places of the parameters of all watched modules."""
-        return _by_param((param, Place(each.module, name)) for each in self.watches for param, name in each.held)
+        return _by_param(pair for watch in self.watches for pair in watch.held)
 
     def current_places(self) -> Places:
         """Return the places where the parameters are now."""
-        return _by_param((param, Place(each.module, name)) for each in self.watches for param, name in each.read())
+        return _by_param(pair for watch in self.watches for pair in watch.read())
+
+    def submodules(self) -> set[int]:
+        """Return the ids of all submodules of the watched modules."""
+        return {id(module) for watch in self.watches for module in watch.module.modules()}
 
 
 def _by_param(pairs: Iterable[tuple[Tensor, Place]]) -> Places:

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_optim.engine.rule import Group, all_params
 from compiled_optim.engine.tensor_types import has_memory, local_shard
 from compiled_optim.guard.change import Description, addition, compare, removal, replacement, tie
-from compiled_optim.guard.module_changes import Place, Places, compare_modules, slots
+from compiled_optim.guard.module_changes import Holders, Places, compare_modules
 from compiled_optim.guard.moves import Findings, Move
 from compiled_optim.guard.names import follow_name, message_names, names_of, place_name
 from compiled_optim.guard.record import Record, Vacancy
@@ -32,21 +32,26 @@ class Search:
 
     def findings(self) -> Findings:
         """Return all that has changed."""
-        vacant = [place for place, vacancy in self._record.vacant.items() if vacancy.group < len(self._groups)]
-        changes = compare_modules(self._before, self._now, list(self._names), vacant)
+        vacant = [vacancy for vacancy in self._record.vacant if vacancy.group < len(self._groups)]
+        holders = Holders(self._now, self._record.submodules())
+        places = [vacancy.places for vacancy in vacant]
+        changes = compare_modules(self._before, self._now, holders, list(self._names), places)
         moves = [move for param, others in changes.replaced.items() for move in self._replaced(param, others)]
         moves += [self._removed(param, other) for param, other in changes.removed.items()]
         moves += self._reallocated({move.param for move in moves if not move.stays})
         order: dict[Tensor | None, int] = {param: i for i, param in enumerate(self._names)}
         moves.sort(key=lambda move: order[move.param])
-        moves += [self._set_again(param, place) for param, place in changes.set_again.items()]
+        moves += [self._set_again(param, vacant[number]) for param, number in changes.set_again.items()]
         added = [addition(self._quoted(param), _description(param)) for param in changes.added]
-        vacated = {
-            place: Vacancy(self._numbers[param], self._given.get(param), self._before[param])
-            for param in changes.removed
-            for place in slots(self._before[param])
-        }
-        return Findings(moves, self._renamed, added, vacated)
+        vacant += [
+            Vacancy(self._numbers[param], self._given.get(param), self._before[param]) for param in changes.removed
+        ]
+        vacant = [
+            vacancy._replace(places=list(map(holders.without_gone, vacancy.places)))
+            for vacancy in vacant
+            if not any(map(holders.at, vacancy.places))
+        ]
+        return Findings(moves, self._renamed, added, vacant)
 
     def _find_renamed(self) -> Iterator[tuple[Tensor, str]]:
         """Yield the parameters that have a new name."""
@@ -82,9 +87,9 @@ class Search:
             change = tie(name, before, self._names.get(other) or self._quoted(other), other in self._names)
         return Move(change, self._numbers[param], param)
 
-    def _set_again(self, param: Tensor, place: Place) -> Move:
+    def _set_again(self, param: Tensor, vacancy: Vacancy) -> Move:
         """Return the move of a new parameter at a place where one had been removed."""
-        group, given, before = self._record.vacant[place]
+        group, given, before = vacancy
         name = None if given is None else follow_name(given, before, self._now[param])
         change = replacement(self._quoted(param), None, [_description(param)])
         return Move(change, group, None, adopted=[(name or self._name(param), param)])
@@ -109,8 +114,9 @@ class Search:
         return name or self._name(other)
 
     def _shares_place(self, param: Tensor, other: Tensor) -> bool:
-        """Return True if a new parameter has a name that the old one had."""
-        return any(place in self._before[param] for place in self._now[other])
+        """Return True if a new parameter is at a place of the old one, without being a part of a parametrization."""
+        before = {(key, place.leaf) for place in self._before[param] for key in place.keys}
+        return any((key, place.leaf) in before for place in self._now[other] for key in place.keys)
 
     def _name(self, param: Tensor) -> str:
         return place_name(self._now[param][0], self._record.watches)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from compiled_optim.engine.rule import Group, all_params
 from compiled_optim.engine.states import State
 from compiled_optim.guard.change import Description
-from compiled_optim.guard.module_changes import slots
 from compiled_optim.guard.moves import Findings, follow
 from compiled_optim.guard.names import message_names
 from compiled_optim.guard.record import Record, describe
@@ -27,7 +26,7 @@ class Tracker:
     """The record of one optimizer. It is replaced as a whole, so an interrupt leaves the old record or the new one."""
 
     def __init__(self) -> None:
-        self.record = Record({}, (), {})
+        self.record = Record({}, (), ())
 
     def watch(self, module: nn.Module) -> None:
         """Watch a module; record its new parameters if it is watched already."""
@@ -47,7 +46,7 @@ class Tracker:
         """Copy the record of the original for the parameters and modules in the ``memo`` of a deepcopy."""
         seen, watches, vacant = original.record
         watches = tuple(watch for watch in watches if id(watch.module) in memo)
-        vacant = {place: vacancy for place, vacancy in vacant.items() if id(place.module) in memo}
+        vacant = [each for each in vacant if all(id(place.module) in memo for place in each.places)]
         watches, vacant = copy.deepcopy((watches, vacant), memo)
         twins = {param: memo[id(param)] for param in seen if id(param) in memo}
         self.record = Record(
@@ -84,10 +83,7 @@ class Tracker:
         if found.is_empty:
             return
         watches = [watch if watch.holds() else Watch(watch.module, watch.held) for watch in self.record.watches]
-        record = Record(describe(all_params(groups)), watches, {**self.record.vacant, **found.vacated})
-        occupied = slots(place for places in record.places().values() for place in places)
-        vacant = {place: vacancy for place, vacancy in record.vacant.items() if place not in occupied}
-        self.record = record._replace(vacant=vacant)
+        self.record = Record(describe(all_params(groups)), watches, found.vacant)
 
 
 def _copied_description(seen: Description, original: Tensor, twin: Tensor) -> Description:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from compiled_optim.engine.tensor_types import has_dtensor, is_dtensor
 from compiled_optim.guard.check import same_objects
+from compiled_optim.guard.module_changes import Place, unparametrized
 
-Held = Sequence[tuple[Tensor, str]]
-"""The parameters of a module and their names, in order. A tied parameter has several names."""
+Held = Sequence[tuple[Tensor, Place]]
+"""The parameters of a module and their places, in order. A tied parameter has several places."""
 
 _values = methodcaller("values")
 
@@ -36,9 +37,9 @@ class Watch:
         self.held = self.read()
 
     def notice(self, params: Collection[Tensor]) -> None:
-        """Record further parameters under their current names. The record of the others does not change."""
+        """Record further parameters at their current places. The record of the others does not change."""
         new = {*params} - {param for param, _ in self.held}
-        self.held = [*self.held, *((param, name) for param, name in self.read() if param in new)]
+        self.held = [*self.held, *((param, place) for param, place in self.read() if param in new)]
 
     def read(self) -> Held:
         """Return the parameters that the module holds now.
@@ -46,11 +47,13 @@ class Watch:
         Between forward and backward, FSDP puts an unsharded tensor in the place of a sharded parameter. In this case
         the sharded one is returned.
         """
-        sharded = {name: param for param, name in self.held if is_dtensor(param)}
-        return [
-            (sharded[name] if name in sharded and not is_dtensor(param) else param, name)
-            for name, param in self.module.named_parameters(remove_duplicate=False)
-        ]
+        sharded = {place.name: param for param, place in self.held if is_dtensor(param)}
+        owners = dict(self.module.named_modules(remove_duplicate=False))
+        found = []
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            own = sharded[name] if name in sharded and not is_dtensor(param) else param
+            found.append((own, Place(self.module, name, owners.get(unparametrized(name).rpartition(".")[0]))))
+        return found
 
     def holds(self) -> bool:
         """Return True if the module and its submodules hold the same objects under the same names as recorded."""
@@ -66,10 +69,8 @@ class Watch:
         params = [param for param, _ in self.held]
         if not has_dtensor(params):
             return False
-        now = self.read()
-        return [name for _, name in now] == [name for _, name in self.held] and same_objects(
-            [p for p, _ in now], params
-        )
+        now, places = self.read(), [place for _, place in self.held]
+        return [place for _, place in now] == places and same_objects([param for param, _ in now], params)
 
     def _read_keys(self) -> list[str]:
         return list(chain.from_iterable(self._filled))
