@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -156,8 +156,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients as in torch.optim. Parameters that a watched module has replaced are followed first."""
         if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
-            with torch.no_grad(), self._stepper.synced_params(self.param_groups, self._state):
-                pass
+            with torch.no_grad():
+                self._stepper.sync_params(self.param_groups, self._state, lambda: None)
         _torch_method("zero_grad")(self, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -193,9 +193,14 @@ class Optimizer(Rule, torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         stepper, groups = self._stepper, self.param_groups
-        follow = self.on_realloc == "recompile"  # else the next step reports changes
-        with stepper.synced_params(groups, self._state) if follow else nullcontext():
+
+        def load() -> None:
             self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
+
+        if self.on_realloc == "recompile":
+            stepper.sync_params(groups, self._state, load)
+        else:  # the next step reports changes
+            load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -7,10 +7,10 @@ both may be replaced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,9 +32,12 @@ from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake,
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
 from compiled_optim.guard.event_log import EventLog
-from compiled_optim.guard.tracker import Tracker, restored_on_error
+from compiled_optim.guard.moves import Saved
+from compiled_optim.guard.tracker import Tracker
 from compiled_optim.modes import is_fake_mode, is_traced
 from compiled_optim.options import Settings
+
+T = TypeVar("T")
 
 
 class Stepper:
@@ -75,15 +78,15 @@ class Stepper:
         if (
             plan is None
             or guard is None
-            or (self.tracker.watches and not self.tracker.modules_unchanged())
+            or (self.tracker.record.watches and not self.tracker.modules_unchanged())
             or (match := guard.match(params, grads)) is Match.NONE
             or not plan.refresh(groups)
             or (state_was_accessed and not guard.state_holds(state))
         ):
             if any(map(is_fake, (*params, *grads))):
                 return self._traced_step(groups, state, unscale)
-            with self.synced_params(groups, state):
-                plan, grads = self._make_plan(params, grads, groups, state)
+            make_plan = partial(self._make_plan, params, grads, groups, state)
+            plan, grads = self.sync_params(groups, state, make_plan)
             match = Match.SOME
         norm = plan.run(grads, match is Match.SOME, unscale)
         if unscale is not None and has_dtensor(params):
@@ -97,8 +100,7 @@ class Stepper:
     ) -> Tensor | None:
         """Make one step compiled and eagerly, and record the differences."""
         if self.settings.on_realloc == "recompile":
-            with self.synced_params(groups, state):  # so that the current parameters are copied
-                pass
+            self.sync_params(groups, state, lambda: None)  # so that the current parameters are copied
         twin = EagerTwin(self._rule, groups, state, self.tracker.names(groups), unscale)
         norm = self.step(groups, state, True, unscale)
         twin.step()
@@ -137,18 +139,27 @@ class Stepper:
             return backends.get("eager")
         return select(self._name, device, self.settings.backend)
 
-    @contextmanager
-    def synced_params(self, groups: Sequence[Group], state: State) -> Iterator[None]:
-        """Follow reallocated parameters, or raise ReallocationError; revert if the body of this context raises."""
-        moves = self.tracker.find(groups)
-        changes = [move.change for move in moves if move.change is not None]
+    def sync_params(self, groups: Sequence[Group], state: State, then: Callable[[], T]) -> T:
+        """Follow reallocated parameters, or raise ReallocationError; then call ``then``. Revert all if that raises.
+
+        This is no context manager, because a KeyboardInterrupt inside ``contextlib`` would skip the revert.
+        """
+        found = self.tracker.find(groups)
+        changes = found.changes
         if changes and self.settings.on_realloc == "raise":
             raise ReallocationError(changes)
-        with restored_on_error(groups, state):
-            self.tracker.apply(groups, state, moves)
-            yield
-        self.tracker.accept(groups, moves)
-        self._events.record(changes)
+        saved, record = Saved(groups, state), self.tracker.record
+        try:
+            self.tracker.apply(groups, state, found)
+            result = then()
+            self.tracker.accept(groups, found)
+            self._events.record(changes, found.added)
+        except BaseException:
+            self._plan = None
+            saved.restore()
+            self.tracker.record = record
+            raise
+        return result
 
     def _make_plan(
         self, params: list[Tensor], grads: list[Tensor | None], groups: Sequence[Group], state: State

@@ -52,7 +52,7 @@ def read(
     for number, group in enumerate(saved["param_groups"]):
         _check_is_same_optimizer(type(rule).__name__, number, group, defaults)
         kept.append(_state_names(rule, number, complete_group(rule, defaults, group)))
-    loaded: list[Group] = deepcopy(list(saved["param_groups"]))
+    loaded = [_in_order_of(own, group) for own, group in zip(groups, deepcopy(saved["param_groups"]), strict=True)]
     params = all_params(groups)
     keys = [(key, states) for group, states in zip(loaded, kept, strict=True) for key in group["params"]]
     owners = {key: (param, name, states) for (key, states), param, name in zip(keys, params, names, strict=True)}
@@ -72,6 +72,21 @@ def read(
         if "param_names" in own:
             group.setdefault("param_names", own["param_names"])
     return {"state": state, "param_groups": loaded}
+
+
+def _in_order_of(own: Group, saved: Group) -> Group:
+    """Return a saved group in the order of an optimizer's own group, if both name the same parameters.
+
+    The order differs if a module was changed, as parametrizations do, after one of the optimizers was constructed.
+    Otherwise parameters are matched by their positions, as in torch.
+    """
+    names, saved_names = own.get("param_names"), saved.get("param_names")
+    if names == saved_names or not names or not saved_names or len({*saved_names}) != len(saved["params"]):
+        return saved
+    keys = dict(zip(saved_names, saved["params"], strict=False))
+    if sorted(names) != sorted(keys):
+        return saved
+    return {**saved, "params": [keys[name] for name in names], "param_names": list(names)}
 
 
 def complete_group(rule: Rule, defaults: Mapping[str, Any], group: Group) -> Group:

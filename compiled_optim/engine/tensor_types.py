@@ -65,7 +65,8 @@ def is_wrapper(tensor: Tensor) -> bool:
     if is_fake(tensor) or is_traceable_wrapper_subclass(wrapper):
         return not is_fake(tensor)
     # PrivateUse1 devices may keep their memory outside the storage
-    if tensor.layout != torch.strided or tensor.device.type in ("meta", torch.device("privateuseone").type):
+    without_storage = ("meta", torch.device("privateuseone").type)
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.device.type in without_storage:
         return False
     # a freed storage has no bytes, that of a wrapper has some, but no address
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() == 0

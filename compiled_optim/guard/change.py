@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,8 +34,9 @@ class Description(NamedTuple):
 class Change:
     """One parameter that was reallocated.
 
-    ``kind`` is "shape", "device", "dtype", "strides", "storage", "replaced" or "removed". If several of
-    shape, device and dtype changed, ``kind`` is the first of them, and ``text`` names them all.
+    ``kind`` is "shape", "device", "dtype", "strides", "storage", "replaced", "removed" or "added". If several of
+    shape, device and dtype changed, ``kind`` is the first of them, and ``text`` names them all. A parameter that was
+    added to a watched module is not in the optimizer.
     """
 
     parameter: str
@@ -69,29 +71,46 @@ def compare(name: str, before: Description, after: Description) -> Change | None
     return Change(name, kind, old, new, text, _cause(kind, after))
 
 
-def replacement(name: str, before: Description | None, after: Description | None, tied: str | None = None) -> Change:
-    """Return the change of a module attribute that now holds another parameter.
+def replacement(name: str, before: Description | None, after: Sequence[Description | None]) -> Change:
+    """Return the change of a parameter of which a module now holds other ones in its place.
 
-    ``tied`` is the name of the other parameter if the optimizer has it already.
+    ``before`` is None if it had been removed. A new parameter that has no memory is None in ``after``.
     """
-    old = str(before) if before else "None"
-    new = str(after) if after else "None"
-    if tied is not None:
-        text, cause = f"replaced by {tied}, which the optimizer has already", "`module.weight = other.weight`"
-    elif before is None:
+    new = " and ".join(_text(description) for description in after)
+    if before is None:
         text = f"set again, to a new object, {new}, after it had been removed"
         cause = "`module.weight = nn.Parameter(...)`"
     else:
-        text = f"replaced by a new object: {old} became {new}"
+        objects = "a new object" if len(after) == 1 else f"{len(after)} new objects"
+        text = f"replaced by {objects}: {before} became {new}"
         cause = "`module.weight = nn.Parameter(...)`, a new submodule, or load_state_dict(assign=True)"
-    return Change(name, "replaced", old, tied or new, text, cause)
+    return Change(name, "replaced", _text(before), new, text, cause)
 
 
 def removal(name: str, before: Description | None) -> Change:
-    """Return the change of a module attribute that no longer holds a parameter."""
-    old = str(before) if before else "None"
+    """Return the change of a parameter that its module no longer holds."""
+    old = _text(before)
     cause = "`module.weight = None`, `del module.weight`, or a submodule taken out"
     return Change(name, "removed", old, "None", f"removed from its module; it was {old}", cause)
+
+
+def tie(name: str, before: Description | None, other: str, is_held: bool) -> Change:
+    """Return the change of a parameter in whose place a module now holds another one that it held before.
+
+    ``other`` is the name of that one, and ``is_held`` says whether the optimizer has it.
+    """
+    text = f"replaced by {other}, which the optimizer {'has already' if is_held else 'does not have'}"
+    return Change(name, "replaced", _text(before), other, text, "`module.weight = other.weight`")
+
+
+def addition(name: str, after: Description | None) -> Change:
+    """Return the change of a watched module that holds a further parameter, which is not in the optimizer."""
+    text = f"added to a watched module but not to the optimizer: {_text(after)}"
+    return Change(name, "added", "None", _text(after), text, "a new submodule, or `module.weight = nn.Parameter(...)`")
+
+
+def _text(description: Description | None) -> str:
+    return "None" if description is None else str(description)
 
 
 CASTS = {torch.float16: "half", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}

@@ -1,4 +1,4 @@
-"""Log and count the changes that an optimizer has followed. ``change`` defines the kinds of changes."""
+"""Log and count the changes that an optimizer has found. ``change`` defines the kinds of changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LISTED = 3
 
 
 class EventLog:
-    """The changes that one optimizer has followed, each with a count."""
+    """The changes that one optimizer has found, each with a count."""
 
     def __init__(self, optimizer: str) -> None:
         self._optimizer = optimizer
@@ -26,24 +26,38 @@ class EventLog:
         self._texts: dict[tuple[str, ...], str] = {}
         self._dropped = 0
 
-    def record(self, changes: Sequence[Change]) -> None:
-        """Count changes that were followed in one step; log those that occur for the first time, in one line."""
-        new = []
+    def record(self, changes: Sequence[Change], added: Sequence[Change]) -> None:
+        """Count changes that were followed in one step, and parameters that were added to a watched module.
+
+        Those that occur for the first time are logged, in one line for each of both.
+        """
+        self._count(changes, "follows a reallocated parameter", "follows %d reallocated parameters")
+        self._count(
+            added,
+            "does not step a new parameter, pass it to add_param_group()",
+            "does not step %d new parameters, pass them to add_param_group()",
+        )
+
+    def _count(self, changes: Sequence[Change], one: str, several: str) -> None:
+        """Count changes and log the new ones. Once ``MAX_EVENTS`` are kept, others are counted but not logged."""
+        new: list[str] = []
+        dropped = 0
         for change in changes:
             key = change.identity
-            if key not in self._counts and len(self._counts) >= MAX_EVENTS:
-                self._dropped += 1
-                continue
-            self._counts[key] = self._counts.get(key, 0) + 1
-            if key not in self._texts:
+            if key in self._counts:
+                self._counts[key] += 1
+            elif len(self._counts) < MAX_EVENTS:
+                self._counts[key] = 1
                 self._texts[key] = str(change)
                 new.append(str(change))
-        if len(new) == 1:
-            logger.warning("%s follows a reallocated parameter: %s", self._optimizer, new[0])
-        elif new:
-            rest = f"; and {len(new) - MAX_LISTED} more, see explain()" if len(new) > MAX_LISTED else ""
-            listed = "; ".join(new[:MAX_LISTED]) + rest
-            logger.warning("%s follows %d reallocated parameters: %s", self._optimizer, len(new), listed)
+            else:
+                dropped += 1
+        self._dropped += dropped
+        if new:
+            number = len(new) + dropped
+            what = one if number == 1 else several % number
+            rest = f"; and {number - MAX_LISTED} more, see explain()" if number > MAX_LISTED else ""
+            logger.warning("%s %s: %s", self._optimizer, what, "; ".join(new[:MAX_LISTED]) + rest)
 
     def texts(self) -> tuple[str, ...]:
         """Return every event once, in the order of first occurrence, with its count if it is more than 1."""

@@ -1,62 +1,79 @@
-"""Watch a module: detect that one of its attributes no longer holds the same parameter.
+"""Watch a module: detect that it holds other parameters or submodules, or holds them under other names.
 
-An optimizer holds references to parameters. A module can replace or remove a parameter, and the optimizer can detect
-this only by inspecting the module.
+An optimizer holds references to parameters. A module can replace, remove or rename a parameter, and the optimizer can
+detect this only by inspecting the module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor, nn
 
 from compiled_optim.engine.tensor_types import has_dtensor, is_dtensor
 from compiled_optim.guard.check import same_objects
+from compiled_optim.guard.module_changes import Place, unparametrized
+
+Held = Sequence[tuple[Tensor, Place]]
+"""The parameters of a module and their places, in order. A tied parameter has several places."""
+
+_values = methodcaller("values")
 
 
 class Watch:
-    """The parameters of a module by name, as of the last refresh. A tied parameter has several names."""
+    """A module, and the parameters it held when this record was made."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, before: Held = ()) -> None:
+        """Record a module; ``before`` is the last record of it."""
         self.module = module
-        self.places: dict[str, Tensor] = {}
-        self._contents: list[dict[str, Any]] = []
-        self.refresh()
+        self.held = before
+        contents = [content for each in module.modules() for content in (each._parameters, each._modules)]
+        self._filled: list[dict[str, Any]] = [content for content in contents if content]
+        self._empty: list[dict[str, Any]] = [content for content in contents if not content]
+        self._keys, self._contents = self._read_keys(), self._read_contents()
+        self.held = self.read()
 
-    def refresh(self) -> None:
-        """Record the module as it is now."""
-        modules = list(self.module.modules())
-        # skip empty dicts: parameters that are added later do not belong to the optimizer
-        known = {id(content) for content in self._contents}
-        contents = [content for module in modules for content in (module._parameters, module._modules)]
-        self._contents = [content for content in contents if content or id(content) in known]
-        self._held = self._read()
-        self.places = self.current()
+    def notice(self, params: Collection[Tensor]) -> None:
+        """Record further parameters at their current places. The record of the others does not change."""
+        new = {*params} - {param for param, _ in self.held}
+        self.held = [*self.held, *((param, place) for param, place in self.read() if param in new)]
 
-    def notice_new_places(self) -> None:
-        """Record parameters with new names; keep the old record of known names, so that changes are still detected."""
-        self.places = {**self.current(), **self.places}
+    def read(self) -> Held:
+        """Return the parameters that the module holds now.
 
-    def current(self) -> dict[str, Tensor]:
-        """Return the current parameters by name."""
-        held = self.module.named_parameters(remove_duplicate=False)
-        return {name: self._sharded(self.places.get(name), param) for name, param in held}
+        Between forward and backward, FSDP puts an unsharded tensor in the place of a sharded parameter. In this case
+        the sharded one is returned.
+        """
+        sharded = {place.name: param for param, place in self.held if is_dtensor(param)}
+        owners = dict(self.module.named_modules(remove_duplicate=False))
+        found = []
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            own = sharded[name] if name in sharded and not is_dtensor(param) else param
+            found.append((own, Place(self.module, name, owners.get(unparametrized(name).rpartition(".")[0]))))
+        return found
 
     def holds(self) -> bool:
-        """Return True if the module and its submodules hold the same objects as at the last refresh."""
-        return same_objects(self._read(), self._held) or self._is_reshard_pending()
+        """Return True if the module and its submodules hold the same objects under the same names as recorded."""
+        unchanged = (
+            not any(self._empty)
+            and self._read_keys() == self._keys
+            and same_objects(self._read_contents(), self._contents)
+        )
+        return unchanged or self._is_reshard_pending()
 
     def _is_reshard_pending(self) -> bool:
         """Return True if only FSDP resharding is pending."""
-        if not has_dtensor(list(self.places.values())):
+        params = [param for param, _ in self.held]
+        if not has_dtensor(params):
             return False
-        now = self.current()
-        return list(now) == list(self.places) and same_objects([*now.values()], [*self.places.values()])
+        now, places = self.read(), [place for _, place in self.held]
+        return [place for _, place in now] == places and same_objects([param for param, _ in now], params)
 
-    @staticmethod
-    def _sharded(before: Tensor | None, now: Tensor) -> Tensor:
-        """Return the sharded parameter. Between forward and backward, FSDP puts an unsharded tensor in its place."""
-        return before if before is not None and is_dtensor(before) and not is_dtensor(now) else now
+    def _read_keys(self) -> list[str]:
+        return list(chain.from_iterable(self._filled))
 
-    def _read(self) -> list[Any]:
-        return [value for content in self._contents for value in content.values()]
+    def _read_contents(self) -> list[Any]:
+        return list(chain.from_iterable(map(_values, self._filled)))
