@@ -57,8 +57,6 @@ class WholeListBackend(LaneBackend):
     limit: int
     """The largest number of tensors in a call."""
 
-    unit_type: type[ListUnit] = ListUnit
-
     @abstractmethod
     def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
         """Compile a traced graph."""
@@ -82,7 +80,7 @@ class WholeListBackend(LaneBackend):
             ):
                 raise disagreement(signature)
         graph.seconds = time.perf_counter() - start
-        return self.unit_type(graph)
+        return ListUnit(graph)
 
     def graph(self, signature: Signature) -> Graph:
         """Return the compiled graph of a signature, before verification."""

@@ -216,7 +216,7 @@ class _Name(NamedTuple):
 
 
 COMPILER = {
-    "AsyncCompile": _Name("torch._inductor.async_compile", ("cpp_pybinding",)),
+    "AsyncCompile": _Name("torch._inductor.async_compile", ("cpp_pybinding", "triton")),
     "CompiledFxGraph": _Name("torch._inductor.output_code"),
     "CppBuilder": _Name("torch._inductor.cpp_builder", ("build", "get_command_line", "get_target_file_path")),
     "CppPythonBindingsCodeCache": _Name("torch._inductor.codecache", ("load_pybinding",)),
@@ -233,6 +233,7 @@ COMPILER = {
     "make_fx": _Name("torch.fx.experimental.proxy_tensor"),
     "metrics": _Name("torch._inductor", ("generated_kernel_count",)),
     "pick_vec_isa": _Name("torch._inductor.cpu_vec_isa"),
+    "triton_helpers": _Name("torch._inductor.runtime"),
 }
 
 
