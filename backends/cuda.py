@@ -19,12 +19,8 @@ from torch import Tensor
 from compiled_optim.backends import triton_compiler
 from compiled_optim.backends.base import Availability, Call, Signature, Unit
 from compiled_optim.backends.table_backend import TableBackend
+from compiled_optim.backends.triton_table import MAX_CLIPS, launch_clip
 from compiled_optim.backends.whole_lists import REMEDY
-
-MAX_CLIPS = 2
-"""The largest number of norms by which the kernel that clips can clip."""
-
-CLIP_BLOCK = 1024
 
 
 class CudaBackend(TableBackend):
@@ -59,6 +55,21 @@ class CudaBackend(TableBackend):
     def compile_table(self, signature: Signature) -> Unit:
         """Compile the unit of a signature; raise CannotRecord if its code does not fit the driver."""
         return triton_compiler.compile_triton_table(signature)
+
+    def clips_at_once(self, dtype: torch.dtype, clips: int) -> bool:
+        """Return True for float32, because a launch takes numbers with 32 bits, and for few clips."""
+        return dtype == torch.float32 and clips <= MAX_CLIPS
+
+    def clip(
+        self,
+        squares: Tensor,
+        limits: Sequence[tuple[float, float]],
+        maximize: bool,
+        inv_scale: Tensor | None,
+        grad_scale: Tensor,
+    ) -> Tensor:
+        """Write the factor that clips gradients by their norm into ``grad_scale``, in one launch; return the norm."""
+        return launch_clip(squares, limits, maximize, inv_scale, grad_scale)
 
     def wrap_call(self, call: Call) -> Call:
         """Return a call that checks first that the current stream is not capturing."""

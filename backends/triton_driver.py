@@ -24,10 +24,10 @@ def add_up(grads, slots, partials, totals, SUMS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit(
     do_not_specialize=["count", "rows", "max_norm", "eps", "second_max_norm", "second_eps", "sign"],
-    do_not_specialize_on_alignment=["squares", "unscale", "scale", "norm"],
+    do_not_specialize_on_alignment=["squares", "inv_scale", "grad_scale", "norm"],
 )
 def clip(
-    squares, unscale, scale, norm, count, rows, max_norm, eps, second_max_norm, second_eps, sign,
+    squares, inv_scale, grad_scale, norm, count, rows, max_norm, eps, second_max_norm, second_eps, sign,
     UNSCALES: tl.constexpr, CLIPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the norm of all gradients, and the factor that clips them by it, for each row."""
@@ -36,19 +36,19 @@ def clip(
         index = start + tl.arange(0, BLOCK)
         total += tl.load(squares + index, index < count, 0.0).to(tl.float64)
     found = tl.sqrt_rn(tl.sum(total).to(tl.float32))
-    tl.store(norm, found)
-    factor = tl.full([], 1.0, tl.float32)
     if UNSCALES:
-        factor = tl.load(unscale).to(tl.float32)
-    factor *= _clip_factor(found * factor, max_norm, eps)
+        found *= tl.load(inv_scale)
+    tl.store(norm, found)
+    factor = _clip_factor(found, max_norm, eps)
     if CLIPS == 2:
         factor *= _clip_factor(found * factor, second_max_norm, second_eps)
     for start in range(0, rows, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        tl.store(scale + index, tl.zeros([BLOCK], tl.float32) + factor * sign, index < rows)
+        tl.store(grad_scale + index, tl.zeros([BLOCK], tl.float32) + factor * sign, index < rows)
 
 
 @triton.jit
 def _clip_factor(norm, max_norm, eps):
-    # a norm that is NaN makes the factor NaN, as in torch
-    return tl.minimum(tl.div_rn(max_norm, norm + eps), 1.0, tl.PropagateNan.ALL)
+    factor = tl.div_rn(max_norm, norm + eps)
+    # not tl.minimum: a norm that is NaN makes the factor NaN, as in torch
+    return tl.where(factor > 1.0, 1.0, factor)

@@ -33,6 +33,9 @@ SLOTS = 2
 """The slots of a chunk: one for the part that is loaded 16 bytes at a time, one for the rest."""
 
 ADD_UP_BLOCK = 1024
+MAX_CLIPS = 2
+"""The largest number of clips that the kernel for clipping takes."""
+
 MAX_COLUMNS = (1 << 31) - 1
 """Indices within a chunk have 32 bits, and a row is not cut."""
 
@@ -110,7 +113,7 @@ class BoundTritonTable:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Run the unit on all tensors that have a gradient."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+        with _on(self._device):
             self._send_step(grads)
             if self._shared_totals is not None and self._passes == UPDATE_PASS:
                 self._totals.copy_(self._shared_totals.T)
@@ -153,3 +156,31 @@ def _launches(module: Any, memory: dict[str, Any], tensors: int, tasks: int) -> 
             summed = [memory[argument] for argument in ("grads", "slots", "partials", "totals")]
             found.append((add_up[(tensors,)], summed, {"SUMS": module.SUMS, "BLOCK": ADD_UP_BLOCK}))
     return found
+
+
+def launch_clip(
+    squares: Tensor,
+    limits: Sequence[tuple[float, float]],
+    maximize: bool,
+    inv_scale: Tensor | None,
+    grad_scale: Tensor,
+) -> Tensor:
+    """Launch the kernel that computes the norm and the factor that clips by it; see :meth:`Backend.clip`."""
+    from compiled_optim.backends.triton_driver import clip
+
+    norm = torch.empty((), dtype=grad_scale.dtype, device=grad_scale.device)
+    numbers = [number for limit in (*limits, limits[0])[:MAX_CLIPS] for number in limit]
+    with _on(grad_scale.device):
+        clip[(1,)](
+            *(squares, norm if inv_scale is None else inv_scale, grad_scale, norm),
+            *(len(squares), len(grad_scale), *numbers, -1.0 if maximize else 1.0),
+            UNSCALES=inv_scale is not None,
+            CLIPS=len(limits),
+            BLOCK=ADD_UP_BLOCK,
+        )
+    return norm
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which ``device`` is the current one. The interpreter runs kernels on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
