@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,26 +48,37 @@ def settings(signature: Signature) -> dict[str, Any]:
     return {**OPTIONS, "triton": version("triton"), "device": kind}
 
 
-def load_triton_table(signature: Signature) -> TritonTableUnit | None:
-    """Return the unit of a signature from disk, or None if it has to be compiled."""
+def load_triton_table(signature: Signature, memory: str | None = None) -> TritonTableUnit | None:
+    """Return the unit of a signature from disk, or None if it has to be compiled.
+
+    ``memory`` is the device of the tensors if it is not that of the signature: Triton's interpreter runs the kernels on
+    the CPU.
+    """
     found = disk_cache.load(signature, settings(signature))
     if found is None:
         return None
     try:
-        unit = TritonTableUnit(load_module(found[0]), signature.device)
-    except (ImportError, SyntaxError, AttributeError):
+        unit = _verified(signature, found[0], memory)
+    except (ImportError, SyntaxError, AttributeError, CannotRecord):
         return None
     unit.from_disk = True
-    return unit if table_agrees(signature, unit) else None
+    return unit
 
 
-def compile_triton_table(signature: Signature) -> TritonTableUnit:
+def compile_triton_table(signature: Signature, memory: str | None = None) -> TritonTableUnit:
     """Compile the unit of a signature, and save it on disk; raise CannotRecord if its code does not fit the driver."""
     module = write_module(signature)
-    unit = TritonTableUnit(load_module(module), signature.device)
-    if not table_agrees(signature, unit):
-        raise CannotRecord("its results differ from those of the eager program")
+    unit = _verified(signature, module, memory)
     disk_cache.save(signature, settings(signature), module, {})
+    return unit
+
+
+def _verified(signature: Signature, module: Path, memory: str | None) -> TritonTableUnit:
+    """Return the unit of a module; raise CannotRecord if it does not compute what the eager program does."""
+    device = memory or signature.device
+    unit = TritonTableUnit(load_module(module), device)
+    if not table_agrees(replace(signature, device=device), unit):
+        raise CannotRecord("its results differ from those of the eager program")
     return unit
 
 

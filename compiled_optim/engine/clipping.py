@@ -140,12 +140,9 @@ def _clip_factor(clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: t
 
 def _by_group(bucket: Bucket, squares: Tensor | None) -> Tensor | None:
     """Return the sum of squares of each group of a bucket."""
-    if squares is None:
-        return None
-    # a backend that takes several groups in a batch returns a sum for each tensor
-    places = {number: place for place, number in enumerate(bucket.group_numbers)}
-    owners = torch.tensor([places[entry.group] for entry in bucket.entries], device=squares.device)
-    return squares.new_zeros(len(places)).index_add_(0, owners, squares)
+    # a backend that takes several groups in a batch returns a sum for each tensor; not index_add_, whose result depends
+    # on the order of threads on a GPU
+    return None if squares is None else torch.where(bucket.group_members, squares, 0.0).sum(1)
 
 
 def _all_reduce(bucket_rows: Sequence[Rows], squares: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from compiled_optim.backends import Availability, Call, Signature, Unit
 from compiled_optim.backends.cuda import CudaBackend
-from compiled_optim.backends.triton_compiler import load_module, write_module
-from compiled_optim.backends.triton_table import TritonTableUnit
+from compiled_optim.backends.triton_compiler import compile_triton_table, load_triton_table
 
 
 class HostCuda(CudaBackend):
-    """Compiles for ``cuda:0``; parameters, states and the table are on the CPU. Units are not verified."""
+    """Compiles for ``cuda:0``; parameters, states and the table are on the CPU."""
 
     name = "host-cuda"
     devices = ("cpu",)
@@ -20,10 +19,10 @@ class HostCuda(CudaBackend):
         return Availability(True)
 
     def load_table(self, signature: Signature) -> Unit | None:
-        return None
+        return load_triton_table(replace(signature, device="cuda:0"), memory="cpu")
 
     def compile_table(self, signature: Signature) -> Unit:
-        return TritonTableUnit(load_module(write_module(replace(signature, device="cuda:0"))), signature.device)
+        return compile_triton_table(replace(signature, device="cuda:0"), memory="cpu")
 
     def wrap_call(self, call: Call) -> Call:
         return call  # a CPU build of torch cannot ask whether a stream is capturing
