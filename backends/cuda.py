@@ -77,8 +77,8 @@ class CudaBackend(TableBackend):
         def checked(grads: Sequence[Tensor | None]) -> Tensor | None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the gradients "
-                    "and the learning rate of another step; capture forward and backward, and call step() outside"
+                    "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "
+                    "rate of another step; capture forward and backward, and call step() outside"
                 )
             return call(grads)
 

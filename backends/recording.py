@@ -22,7 +22,6 @@ from torch import Tensor
 from compiled_optim.backends.graph import Place
 
 
-
 class WrapperForm(NamedTuple):
     """The form of the functions that Inductor generates for a kind of device.
 

@@ -48,7 +48,11 @@ class CompiledPasses:
 
 
 def compile_passes(
-    signature: Signature, form: WrapperForm, options: Mapping[str, Any], hint: int, bounds: SizeBounds = SizeBounds()  # noqa: B008
+    signature: Signature,
+    form: WrapperForm,
+    options: Mapping[str, Any],
+    hint: int,
+    bounds: SizeBounds = SizeBounds(),  # noqa: B008
 ) -> CompiledPasses:
     """Compile the passes of a signature with Inductor; raise CannotRecord if they do not fit a table.
 

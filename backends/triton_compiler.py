@@ -1,7 +1,7 @@
 """Compile a program into a table unit for GPUs: Inductor's kernels and a driver, in a module that Triton compiles.
 
-The module is kept in Inductor's cache directory. Another process loads it without Inductor, and Triton finds the machine
-code in its own cache.
+The module is kept in Inductor's cache directory. Another process loads it without Inductor, and Triton finds the
+machine code in its own cache.
 """
 
 from __future__ import annotations

@@ -233,7 +233,12 @@ class _Pass:
         step = " + c" if columns else ""
         pointer = f"base{{i}} + (offset + b * columns_{step})"
         variants = {
-            f"if aligned & (columns_ % 16 == 0) & (columns_ > {WIDE}):": (few, str(THREADS), "columns_ // 16 * 16", True),
+            f"if aligned & (columns_ % 16 == 0) & (columns_ > {WIDE}):": (
+                few,
+                str(THREADS),
+                "columns_ // 16 * 16",
+                True,
+            ),
             f"elif columns_ > {WIDE}:": ("1", str(THREADS), "columns_", False),
             "else:": (many, "8", "columns_", False),
         }

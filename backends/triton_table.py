@@ -5,8 +5,8 @@ launch updates. It is on the device. The addresses of the gradients of a step an
 there in one copy (``staging``). A tensor without a gradient is skipped. The drivers that read the table are generated
 (``triton_source``).
 
-Each chunk writes its sums to its own slots, and a second launch adds the slots of each tensor in their order, so results
-are the same in every run.
+Each chunk writes its sums to its own slots, and a second launch adds the slots of each tensor in their order, so
+results are the same in every run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What changes in every step is copied to the device asynchronously, and no copy reads what a later step has written."""
+"""What changes in every step is copied to the device asynchronously, and no copy reads the values of a later step."""
 
 from __future__ import annotations
 

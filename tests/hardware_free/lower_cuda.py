@@ -1,4 +1,4 @@
-"""Script: compile the CUDA units of all optimizers to machine code, count their launches, and print the results as JSON.
+"""Script: compile the CUDA units of all optimizers to machine code, count their launches, and print both as JSON.
 
 It needs ``TORCHINDUCTOR_COMPILE_THREADS=1``. Tensors are in host memory, and launches are recorded but not made.
 """
@@ -27,7 +27,6 @@ from perf.workloads import WORKLOADS
 from tests.hardware_free import steps
 from tests.hardware_free.gpuless_cuda import gpuless_cuda
 from tests.hardware_free.host_cuda import HostCuda
-from tests.helpers import params_of
 
 NUMBERS = (20, 161, 1000)
 COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,7 +124,7 @@ def registers(kernel: Any, signature: dict[str, str], target: int, warps: int, *
         command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     accesses = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\s", text)
-    widest = {kind: 0 for kind in ("ld", "st")}
+    widest = dict.fromkeys(("ld", "st"), 0)
     for kind, count, bits in accesses:
         widest[kind] = max(widest[kind], int(count or 1) * int(bits) // 8)
     return {
@@ -152,9 +151,9 @@ def drivers(name: str, dtype: torch.dtype, sharded: bool = False, **options: Any
             for own in ("measure", "update"):
                 if hasattr(module, own):
                     driver = getattr(module, own)
-                    types = {argument: number for argument in driver.arg_names}
+                    types = dict.fromkeys(driver.arg_names, number)
                     table = ("tasks", "grads", "row_of", "fixed", "columns", "first_rows")
-                    types |= {argument: "*i64" for argument in table}
+                    types |= dict.fromkeys(table, "*i64")
                     label = f"{signature} {own}"
                     found[label] = [registers(driver, types, target, module.WARPS) for target in TARGETS]
     return found
@@ -217,7 +216,7 @@ def one_compilation(launches: Launches) -> dict[str, Any]:
 
 def main() -> None:
     report: dict[str, Any] = {"launches": {}, "drivers": {}}
-    unverified = mock.patch.object(triton_compiler, "table_agrees", lambda signature, unit: True)
+    unverified = mock.patch.object(triton_compiler, "table_agrees", return_value=True)
     with gpuless_cuda(), Launches() as launches, unverified:
         report["one compilation"] = one_compilation(launches)
         backend = HostCuda()

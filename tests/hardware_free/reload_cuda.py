@@ -40,7 +40,7 @@ def environment(reload: bool) -> Any:
         # as in gpuless_cuda, which cannot be used here because it imports Inductor
         properties = mock.Mock(major=8, minor=0, multi_processor_count=108)
         properties.name = "none"
-        return mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties)
+        return mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
     from tests.hardware_free.gpuless_cuda import gpuless_cuda
 
     return gpuless_cuda()
@@ -71,7 +71,9 @@ def main() -> None:
 
 def adamw() -> Signature:
     """Return the signature of the unit of AdamW."""
-    ((signature, _),) = (call for batch in steps.batches(steps.optimizer("AdamW"), HostCuda(), "cpu") for call in batch.calls)
+    ((signature, _),) = (
+        call for batch in steps.batches(steps.optimizer("AdamW"), HostCuda(), "cpu") for call in batch.calls
+    )
     return signature
 
 

@@ -75,11 +75,12 @@ def test_drivers_load_16_bytes_at_a_time_and_take_few_registers(lowered):
     lines = [f"{'driver':46} registers sm_80 sm_90, bytes spilled, of a load, of a store"]
     for label, (old, new) in lowered["drivers"].items():
         assert max(old["registers"], new["registers"]) <= 128, label
-        lines.append(
-            f"{label:46} {old['registers']:3} {new['registers']:3}, {old['spilled']:2}, {old['load']:2}, {old['store']:2}"
-        )
+        widths = f"{old['spilled']:2}, {old['load']:2}, {old['store']:2}"
+        lines.append(f"{label:46} {old['registers']:3} {new['registers']:3}, {widths}")
         assert label in ("add_up", "clip") or old["load"] == new["load"] == 16, label
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 driver                                         registers sm_80 sm_90, bytes spilled, of a load, of a store
 SGD[float32, table] update                      31  30,  0, 16, 16
 Adam[float32, table] update                     76  74,  0, 16, 16
@@ -108,7 +109,8 @@ AdamP[bfloat16, rows, table] measure           126 128,  0, 16,  4
 AdamP[bfloat16, rows, table] update             80  80, 16, 16, 16
 AdamP[bfloat16, table] update                   76  77,  0, 16, 16
 add_up                                          48  40,  0,  8,  4
-clip                                            40  40,  0,  4,  4""")
+clip                                            40  40,  0,  4,  4""",
+    )
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
