@@ -11,9 +11,6 @@ thread, because several for each thread would need many registers.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +20,7 @@ import torch
 from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.recording import CannotRecord, Extent, KernelCall, Pointer, Recording
 from compiled_optim.backends.table_passes import CompiledPasses
+from compiled_optim.backends.triton_kernels import as_function, with_helpers
 
 HEADER = """\
 import triton
@@ -42,12 +40,6 @@ DTYPES = {
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
 }
-MAX_WITH_ONE = re.compile(r"\(\(1\) \* \(\(1\) >= \((\w+)\)\) \+ \(\1\) \* \(\(\1\) > \(1\)\)\)")
-"""The larger of 1 and a size, as Inductor writes it. A chunk has no empty rows, so it is the size. Triton cannot derive
-from the expression that a row starts at a multiple of 16."""
-
-ELEMENTS, ROWS = Extent(1, (0, 1)), Extent(1, (0,))
-
 TABLE = ("tasks", "grads", "row_of", "fixed", "columns", "first_rows")
 """The parameters of every driver; the others depend on the kernels."""
 
@@ -87,8 +79,7 @@ def write_source(
     parts = [
         HEADER,
         "\n".join(f"{name} = {value!r}" for name, value in constants.items()),
-        *_helpers(kernels),
-        kernels.replace("triton_helpers.", ""),
+        with_helpers(kernels),
         *(each.driver() for each in passes.values()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -109,7 +100,7 @@ class _Pass:
         self._name, self._recording, self._sums = name, recording, sums
         self._dtypes, self._rank, self._scalars = dtypes, rank, scalars
         vector = 16 // min(dtype.itemsize for dtype in dtypes)
-        self._block, self._small = THREADS * vector, THREADS
+        self._block = THREADS * vector
         self._used: dict[str, None] = {}  # parameters of the driver, in order of their first use
         self.scratch: list[Scratch] = []
         self.kernels: list[str] = []
@@ -123,7 +114,8 @@ class _Pass:
     def driver(self) -> str:
         """Return the function that runs this pass over a chunk."""
         names = [*TABLE, *self._used]
-        lists = sorted({place[0] for call in self._recording.calls for place in call.arguments if _is_list(place)})
+        places = [place for call in self._recording.calls for place in call.arguments]
+        lists = sorted({int(place[0]) for place in places if _is_list(place)})
         fixed = len(self._dtypes) - 1
         size = "columns_" if self._rank > 1 else "1"
         lines = [
@@ -169,7 +161,8 @@ class _Pass:
 
     def _call_lines(self, kernel: str, call: KernelCall) -> list[str]:
         """Add a kernel, and return the lines that call it on all blocks of a chunk."""
-        names = self._add_kernel(kernel, call.source)
+        text, names = as_function(call.source, kernel)
+        self.kernels.append(text)
         blocks = [name for name in names if name.endswith("BLOCK")]
         given = dict(zip(names, zip(call.types, call.arguments, strict=True), strict=False))
         numels = {name: argument for name, (_, argument) in given.items() if name.endswith("numel")}
@@ -181,30 +174,24 @@ class _Pass:
             texts = [changes.get(name) or self._argument(*given[name], changes) for name in names]
             return f"{kernel}({', '.join(texts)})"
 
-        one = Extent(1, ())
-        if self._rank == 1:
-            elements, rows = (Extent(1, (0,)), None)
-        else:
-            elements, rows = ELEMENTS, ROWS
-        if blocks == ["XBLOCK"] and numels == {"xnumel": elements} and not by_rows:
+        one, columns = Extent(1, ()), Extent(1, (1,))
+        elements, rows = (Extent(1, (0, 1)), Extent(1, (0,))) if self._rank > 1 else (Extent(1, (0,)), None)
+        loop, reduction, tiles = ["XBLOCK"], ["XBLOCK", "R0_BLOCK"], ["YBLOCK", "XBLOCK"]
+        if blocks == loop and numels == {"xnumel": elements} and not by_rows:
             return self._over_elements(line)
-        if blocks == ["XBLOCK", "R0_BLOCK"] and numels == {"xnumel": one, "r0_numel": elements} and not by_rows:
+        if blocks == reduction and numels == {"xnumel": one, "r0_numel": elements} and not by_rows:
             return self._sum_of_elements(line)
-        if blocks == ["XBLOCK", "R0_BLOCK"] and numels == {"xnumel": one, "r0_numel": rows} and not by_elements:
-            return [line(xnumel="1", r0_numel="length", XBLOCK="1", R0_BLOCK=str(self._small), b="0", slot="0")]
-        if blocks == ["XBLOCK", "R0_BLOCK"] and numels == {"xnumel": rows, "r0_numel": Extent(1, (1,))}:
-            return self._over_rows(lambda b, size, block, width, **hints: line(
-                xnumel=f"length - {b}", r0_numel=size, XBLOCK=block, R0_BLOCK=width, b=b, **hints
-            ), columns=False)  # fmt: skip
-        if blocks == ["YBLOCK", "XBLOCK"] and numels == {"ynumel": rows, "xnumel": Extent(1, (1,))}:
-            return self._over_rows(lambda b, size, block, width, **hints: line(
-                ynumel=f"length - {b}", xnumel=f"{size} - c", YBLOCK=block, XBLOCK=width, b=b, **hints
-            ), columns=True)  # fmt: skip
+        if blocks == reduction and numels == {"xnumel": one, "r0_numel": rows} and not by_elements:
+            return [line(xnumel="1", r0_numel="length", XBLOCK="1", R0_BLOCK=str(THREADS))]
+        if blocks == reduction and numels == {"xnumel": rows, "r0_numel": columns}:
+            return self._over_rows(line, blocks, list(numels))
+        if blocks == tiles and numels == {"ynumel": rows, "xnumel": columns}:
+            return self._over_rows(line, blocks, list(numels), " - c")
         raise CannotRecord(f"one of its kernels iterates over {numels} in {', '.join(blocks)}")
 
     def _over_elements(self, line: Callable[..., str]) -> list[str]:
         """Return loops over all elements of a chunk: blocks with wide loads, then what is left over."""
-        block, small = self._block, self._small
+        block, small = self._block, THREADS
         wide = line(xnumel="wide - b", XBLOCK=str(block), pointer="tl.multiple_of(base{i} + (offset + b), 16)")
         rest = line(xnumel="elements - b", XBLOCK=str(small), pointer="base{i} + (offset + b)")
         return [
@@ -217,7 +204,7 @@ class _Pass:
 
     def _sum_of_elements(self, line: Callable[..., str]) -> list[str]:
         """Return the lines that sum over all elements of a chunk. The two parts have a slot each."""
-        block, small = self._block, self._small
+        block, small = self._block, THREADS
         wide = {"r0_numel": "wide", "R0_BLOCK": str(block), "pointer": "tl.multiple_of(base{i} + offset, 16)"}
         rest = {"r0_numel": "elements - wide", "R0_BLOCK": str(small), "pointer": "base{i} + (offset + wide)"}
         return [
@@ -226,28 +213,27 @@ class _Pass:
             line(xnumel="1", XBLOCK="1", slot="1", **rest),
         ]
 
-    def _over_rows(self, line: Callable[..., str], columns: bool) -> list[str]:
-        """Return loops over all rows of a chunk, and over the columns if the kernel has no loop over them."""
-        block = self._block
-        many, few = str(THREADS // 8), str(block // THREADS)
-        step = " + c" if columns else ""
-        pointer = f"base{{i}} + (offset + b * columns_{step})"
+    def _over_rows(
+        self, line: Callable[..., str], blocks: Sequence[str], numels: Sequence[str], column: str = ""
+    ) -> list[str]:
+        """Return loops over all rows of a chunk. ``column`` is given if the kernel has no loop over columns itself.
+
+        Aligned rows are loaded 16 bytes at a time. Other rows have one element for each thread, and short rows are
+        processed many at a time.
+        """
+        pointer = f"base{{i}} + (offset + b * columns_{column.replace('-', '+')})"
+        wide = f"if aligned & (columns_ % 16 == 0) & (columns_ > {WIDE}):"
         variants = {
-            f"if aligned & (columns_ % 16 == 0) & (columns_ > {WIDE}):": (
-                few,
-                str(THREADS),
-                "columns_ // 16 * 16",
-                True,
-            ),
-            f"elif columns_ > {WIDE}:": ("1", str(THREADS), "columns_", False),
-            "else:": (many, "8", "columns_", False),
+            wide: (self._block // THREADS, THREADS, "(columns_ // 16 * 16)", f"tl.multiple_of({pointer}, 16)"),
+            f"elif columns_ > {WIDE}:": (1, THREADS, "columns_", pointer),
+            "else:": (THREADS // 8, 8, "columns_", pointer),
         }
         lines = []
-        for condition, (rows, width, size, wide) in variants.items():
-            own = f"tl.multiple_of({pointer}, 16)" if wide else pointer
-            call = line("b", f"({size})", rows, width, pointer=own, columns=f"({size})")
+        for condition, (rows, width, size, own) in variants.items():
+            sizes = dict(zip((*blocks, *numels), (str(rows), str(width), "length - b", size + column), strict=True))
+            call = line(b="b", pointer=own, columns=size, **sizes)
             lines += [condition, f"    for b in range(0, length, {rows}):"]
-            if columns:
+            if column:
                 lines += [f"        for c in range(0, {size}, {width}):", f"            {call}"]
             else:
                 lines.append(f"        {call}")
@@ -281,18 +267,6 @@ class _Pass:
     def _is_of_rows(self, place: Place | Pointer | Extent) -> bool:
         return isinstance(place, Pointer) and self._recording.temporaries[place.temporary].extent.dims == (0,)
 
-    def _add_kernel(self, name: str, source: str) -> list[str]:
-        """Add the text of a kernel under a new name; return the names of its parameters."""
-        text, found = re.subn(r"def \w+\(", f"def {name}(", source[source.find("@triton.jit") :], count=1)
-        if not found:
-            raise CannotRecord("its Triton source has no function")
-        text = re.sub(r"tl\.program_id\(\d\)", "tl.full([], 0, tl.int32)", text)
-        text = re.sub(r"tl\.num_programs\(\d\)", "tl.full([], 1, tl.int32)", text)
-        text = MAX_WITH_ONE.sub(r"\1", text)
-        self.kernels.append(text.strip())
-        (function,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
-        return [argument.arg for argument in function.args.args]
-
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -301,21 +275,3 @@ def _name(dtype: torch.dtype) -> str:
 def _is_list(place: Any) -> bool:
     """Return True for the place of a gradient, a parameter or a state."""
     return not isinstance(place, Pointer | Extent) and isinstance(place[0], int)
-
-
-def _helpers(kernels: str) -> list[str]:
-    """Return the source of those of Inductor's functions that the kernels call.
-
-    They are copied because importing them imports all of Inductor and Dynamo.
-    """
-    from compiled_optim.torch_private import triton_helpers
-
-    found: dict[str, str] = {}
-    waiting = re.findall(r"triton_helpers\.(\w+)", kernels)
-    while waiting:
-        name = waiting.pop()
-        function = getattr(triton_helpers, name, None)
-        if name not in found and hasattr(function, "fn"):
-            found[name] = textwrap.dedent(inspect.getsource(function.fn))
-            waiting += [node.id for node in ast.walk(ast.parse(found[name])) if isinstance(node, ast.Name)]
-    return [*reversed(found.values())]
