@@ -240,6 +240,29 @@ class Backend(ABC):
     def compile(self, signature: Signature) -> Unit:
         """Compile the unit for a signature. It does not get the user's tensors."""
 
+    def clips_at_once(self, dtype: torch.dtype, clips: int) -> bool:
+        """Return True if :meth:`clip` works for programs that compute in ``dtype``, and for this number of clips."""
+        return False
+
+    def clip(
+        self,
+        squares: Tensor,
+        limits: Sequence[tuple[float, float]],
+        maximize: bool,
+        inv_scale: Tensor | None,
+        grad_scale: Tensor,
+    ) -> Tensor:
+        """Write the factor that clips gradients by their norm into ``grad_scale``, in one launch; return the norm.
+
+        Args:
+            squares: numbers whose sum is the square of the norm.
+            limits: for each clip the largest norm, and what is added to the norm.
+            maximize: change the sign of the factor.
+            inv_scale: multiply the norm by this number, if it is not None.
+            grad_scale: where to write the factor, into each element.
+        """
+        raise NotImplementedError
+
     def cache_directory(self) -> Path | None:
         """Return the directory in which compiled units are kept for other processes, or None."""
         return None

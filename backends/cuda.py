@@ -1,65 +1,34 @@
-"""The CUDA backend: whole lists, compiled by Inductor to a few Triton kernels.
+"""The CUDA backend: one launch for each pass over all tensors of a batch, over a table of pointers (``triton_table``).
 
-Limit: a step cannot be captured in a CUDA graph, and an attempt raises RuntimeError. Kernels get the learning rate and
-the other scalars from host memory at launch, so a captured graph would replay the values of the recorded step.
+Limit: a step cannot be captured in a CUDA graph, and an attempt raises RuntimeError. The addresses of the gradients and
+the hyperparameters are copied to the device from host memory that the next steps overwrite, so a captured graph would
+replay whatever is there.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.backends.base import Availability, BoundArguments, Call, Shape
-from compiled_optim.backends.inductor import Lowered, lower
-from compiled_optim.backends.whole_lists import REMEDY, ListUnit, WholeListBackend
-from compiled_optim.program import TensorLists
-
-OPTIONS: dict[str, Any] = {
-    # one kernel for all reductions of the same kind (norms); by default there is one kernel per tensor
-    "combo_kernels": True,
-    # as many as fit: every GPU and driver accepts 4 KB of kernel arguments, at 8 bytes each
-    "combo_kernel_max_num_args": 500,
-    # with the default of 8, 20 tensors with reductions take 1.5 times as many launches; above 32 there is no gain
-    "combo_kernel_max_num_nodes": 32,
-    "size_asserts": False,
-}
+from compiled_optim.backends import triton_compiler
+from compiled_optim.backends.base import Availability, Call, Signature, Unit
+from compiled_optim.backends.table_backend import TableBackend
+from compiled_optim.backends.triton_table import MAX_CLIPS, launch_clip
+from compiled_optim.backends.whole_lists import REMEDY
 
 
-class CudaUnit(ListUnit):
-    """A unit that raises if it is called during CUDA graph capture."""
-
-    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Bind the unit; the call checks first that the current stream is not capturing."""
-        run = super().bind(shapes, lists, arguments)
-
-        def call(grads: Sequence[Tensor | None]) -> Tensor | None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "
-                    "rate of the captured step; capture forward and backward, and call step() outside"
-                )
-            return run(grads)
-
-        return call
-
-
-class CudaBackend(WholeListBackend):
-    """Inductor's Triton code, one unit for each list of shapes."""
+class CudaBackend(TableBackend):
+    """Inductor's Triton code, run by a driver in Triton."""
 
     name = "cuda"
     devices = ("cuda",)
-    limit = 40
-    """Compilation takes 0.4 s (AdamW) to 0.9 s (Lamb) per tensor on one core, whatever the length of the list, so a
-    graph of 40 tensors compiles in less than 40 s. A kernel of an elementwise rule holds 22 tensors, so longer lists
-    would not save launches."""
-
-    unit_type = CudaUnit
+    seconds_per_unit = 2.0
 
     def available(self) -> Availability:
         """Check torch, the device, Triton and the C compiler, in this order; report the first that is missing."""
@@ -75,6 +44,42 @@ class CudaBackend(WholeListBackend):
             return Availability(True)
         return Availability(False, f"{what}, or {REMEDY}")
 
-    def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
-        """Compile with Inductor."""
-        return lower(module, inputs, OPTIONS)
+    def settings(self, signature: Signature) -> Mapping[str, Any]:
+        """Return the settings of Inductor, the version of Triton and the kind of GPU."""
+        return triton_compiler.settings(signature)
+
+    def load_table(self, signature: Signature) -> Unit | None:
+        """Return the unit of a signature from disk, or None if it has to be compiled."""
+        return triton_compiler.load_triton_table(signature)
+
+    def compile_table(self, signature: Signature) -> Unit:
+        """Compile the unit of a signature; raise CannotRecord if its code does not fit the driver."""
+        return triton_compiler.compile_triton_table(signature)
+
+    def clips_at_once(self, dtype: torch.dtype, clips: int) -> bool:
+        """Return True for float32, because a launch takes numbers with 32 bits, and for few clips."""
+        return dtype == torch.float32 and clips <= MAX_CLIPS
+
+    def clip(
+        self,
+        squares: Tensor,
+        limits: Sequence[tuple[float, float]],
+        maximize: bool,
+        inv_scale: Tensor | None,
+        grad_scale: Tensor,
+    ) -> Tensor:
+        """Write the factor that clips gradients by their norm into ``grad_scale``, in one launch; return the norm."""
+        return launch_clip(squares, limits, maximize, inv_scale, grad_scale)
+
+    def wrap_call(self, call: Call) -> Call:
+        """Return a call that checks first that the current stream is not capturing."""
+
+        def checked(grads: Sequence[Tensor | None]) -> Tensor | None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "
+                    "rate of another step; capture forward and backward, and call step() outside"
+                )
+            return call(grads)
+
+        return checked

@@ -9,8 +9,11 @@ once and compared with the eager program, and is not used if the results differ.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +25,17 @@ Run = Callable[[list[Any]], Sequence[Tensor]]
 Lowered = tuple[Run, int]
 """The function that runs a compiled graph, and the number of its kernels."""
 
-CPU_OPTIONS: dict[str, Any] = {
+NO_ASSERTS: dict[str, Any] = {
     # the engine guarantees that a parameter, its gradient and its states have equal sizes
     "size_asserts": False,
     "alignment_asserts": False,
     "do_not_emit_runtime_assertions": True,
+}
+
+
+TABLE_OPTIONS: dict[str, Any] = {
+    # let a later loop compute values again instead of storing a temporary
+    **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1000),
 }
 
 
@@ -39,47 +48,82 @@ def lower(module: torch.fx.GraphModule, examples: list[Any], options: Mapping[st
     return _innermost(compiled), metrics.generated_kernel_count - kernels
 
 
-class LazyKernel:
-    """A C++ kernel that Inductor generated. It is built when it is called for the first time."""
+class LazyKernel(ABC):
+    """A kernel that Inductor generated. It is built when it is called for the first time."""
 
-    def __init__(self, types: Sequence[str], source: str) -> None:
-        self.types = types
+    def __init__(self, source: str, types: Sequence[str]) -> None:
         self.source = source
-        self._built: Callable[..., None] | None = None
+        self.types = types
+        self._built: Any = None
+
+    @abstractmethod
+    def build(self) -> Any:
+        """Build the kernel as Inductor does."""
+
+    def built(self) -> Any:
+        """Return the kernel; build it on first use."""
+        if self._built is None:
+            self._built = self.build()
+        return self._built
+
+
+class LazyCppKernel(LazyKernel):
+    """A C++ kernel."""
 
     def __call__(self, *args: Any) -> None:
-        if self._built is None:
-            from compiled_optim.torch_private import CppPythonBindingsCodeCache
+        self.built()(*args)
 
-            self._built = CppPythonBindingsCodeCache.load_pybinding(self.types, self.source)
-        self._built(*args)
+    def build(self) -> Any:
+        """Build a library with the C++ compiler."""
+        from compiled_optim.torch_private import CppPythonBindingsCodeCache
+
+        return CppPythonBindingsCodeCache.load_pybinding(self.types, self.source)
+
+
+class LazyTritonKernel(LazyKernel):
+    """A Triton kernel. ``types`` are those of its parameters in ``signature``, without the sizes of blocks."""
+
+    def __init__(self, name: str, source: str, device: str) -> None:
+        found = re.search(r"triton_meta=\{'signature': (\{.*?\})", source)
+        signature: dict[str, str] = ast.literal_eval(found[1]) if found else {}
+        super().__init__(source, [kind for key, kind in signature.items() if not key.endswith("BLOCK")])
+        self._name, self._device = name, device
+
+    def run(self, *args: Any, **options: Any) -> None:
+        """Launch the kernel."""
+        self.built().run(*args, **options)
+
+    def build(self) -> Any:
+        """Compile with Triton, in this process or by Inductor's compile workers."""
+        from compiled_optim.torch_private import AsyncCompile
+
+        made = AsyncCompile().triton(self._name, self.source, self._device)
+        return made.result() if hasattr(made, "result") else made
 
 
 _lazy_threads: set[int] = set()
 _lazy_lock = threading.Lock()
+LAZY: dict[str, Callable[..., LazyKernel]] = {
+    "cpp_pybinding": lambda types, source, *args, **kwargs: LazyCppKernel(source, types),
+    "triton": lambda name, source, device_str="cuda": LazyTritonKernel(name, source, device_str),
+}
+"""The methods of Inductor's ``AsyncCompile`` that build kernels, and what replaces them."""
 
 
 @contextmanager
 def lazy_kernels() -> Iterator[None]:
-    """Let modules that this thread compiles have a :class:`LazyKernel` for each C++ kernel.
+    """Let modules that this thread compiles have a :class:`LazyKernel` for each kernel.
 
     A table unit contains the source of its kernels, so building each kernel separately would be wasted time. Other
-    threads are not affected: the replaced method calls the original one for them.
+    threads are not affected: the replaced methods call the original ones for them.
     """
     from compiled_optim.torch_private import AsyncCompile
 
     thread = threading.get_ident()
     with _lazy_lock:
         if not _lazy_threads:
-            original = AsyncCompile.cpp_pybinding
-
-            def cpp_pybinding(self: Any, types: list[str], source: str, *args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() in _lazy_threads:
-                    return LazyKernel(types, source)
-                return original(self, types, source, *args, **kwargs)
-
-            cpp_pybinding.original = original  # type: ignore[attr-defined]
-            AsyncCompile.cpp_pybinding = cpp_pybinding
+            for name, lazy in LAZY.items():
+                setattr(AsyncCompile, name, _lazy_method(getattr(AsyncCompile, name), lazy))
         _lazy_threads.add(thread)
     try:
         yield
@@ -87,7 +131,27 @@ def lazy_kernels() -> Iterator[None]:
         with _lazy_lock:
             _lazy_threads.discard(thread)
             if not _lazy_threads:
-                AsyncCompile.cpp_pybinding = AsyncCompile.cpp_pybinding.original
+                for name in LAZY:
+                    setattr(AsyncCompile, name, getattr(AsyncCompile, name).original)
+
+
+def _lazy_method(original: Callable[..., Any], lazy: Callable[..., LazyKernel]) -> Callable[..., Any]:
+    """Return a method that makes lazy kernels in the threads that asked for them."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in _lazy_threads:
+            return lazy(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    method.original = original  # type: ignore[attr-defined]
+    return method
+
+
+def generated_function(run: Run) -> Run:
+    """Return the function that Inductor generated, without the wrapper that copies misaligned inputs."""
+    while inspect.isfunction(run) and callable(inner := inspect.getclosurevars(run).nonlocals.get("model")):
+        run = inner
+    return run
 
 
 def _innermost(compiled: Callable[..., Any]) -> Run:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
+from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
 from compiled_optim.program import TensorLists
 from compiled_optim.torch_private import data_ptr_function
 
@@ -27,8 +28,6 @@ PARALLEL_FROM = 1 << 17
 """The number of elements of all tensors from which two threads, including their start, are faster than one."""
 
 CACHE_LINE = 64
-
-MEASURE_PASS, UPDATE_PASS = 1, 2
 
 
 class Task(NamedTuple):

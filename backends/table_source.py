@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.recording import CannotRecord, Extent, Pointer, Recording
+from compiled_optim.backends.table_passes import MEASURE, UPDATE
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
 
@@ -37,8 +38,6 @@ static char* scratch_memory(int64_t bytes) {
     return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
 }
 """
-
-MEASURE, UPDATE = "measure", "update"
 
 PARAMETERS = (
     "void* const* pointers, const Scalar* scalars, const Scalar* inv_scale, const Scalar* grad_scale, double* totals, "
@@ -71,12 +70,6 @@ def write_source(
         _driver(),
     ]
     return "\n".join(parts)
-
-
-def count_carries(recordings: Iterable[Recording]) -> int:
-    """Return the number of values for each row that the first pass carries to the second."""
-    places = [argument for recording in recordings for call in recording.calls for argument in call.arguments]
-    return max((place[1] + 1 for place in places if place[0] == CARRY), default=0)
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,25 @@ from torch import Tensor
 from compiled_optim.backends import libraries
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Signature, Unit
 from compiled_optim.backends.graph import Graph
-from compiled_optim.backends.inductor import CPU_OPTIONS, lower
-from compiled_optim.backends.tracing import trace
+from compiled_optim.backends.inductor import NO_ASSERTS, lower
+from compiled_optim.backends.tracing import trace, unit_sum_dtype
 from compiled_optim.backends.verification import ExampleArguments, agrees, disagreement
 from compiled_optim.program import TensorLists
 
-# follow torch.set_num_threads instead of compiling the number in
-OPTIONS: dict[str, Any] = {**CPU_OPTIONS, "cpp.dynamic_threads": True}
+# on the CPU, follow torch.set_num_threads instead of compiling the number in
+OPTIONS: dict[str, Any] = {**NO_ASSERTS, "cpp.dynamic_threads": True}
 HINT = 1 << 20
 
 
 class TensorByTensorUnit(Unit):
-    """A compiled graph over one tensor of any size. ``sums`` is the number of sums it returns."""
+    """A compiled graph over one tensor of any size.
 
-    def __init__(self, graph: Graph, sums: int) -> None:
+    ``sums`` is the number of sums it returns, ``dtype`` their dtype, and ``device`` where its inputs are.
+    """
+
+    def __init__(self, graph: Graph, sums: int, dtype: torch.dtype, device: str) -> None:
         self._graph = graph
-        self._sums = sums
+        self._sums, self._dtype, self._device = sums, dtype, device
         self.kernels = graph.kernels
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
@@ -36,7 +39,7 @@ class TensorByTensorUnit(Unit):
         totals, rows = arguments.totals, arguments.scalars
         results = None
         if self._sums:
-            results = torch.zeros(len(shapes), self._sums, dtype=torch.float64, device="cpu")
+            results = torch.zeros(len(shapes), self._sums, dtype=self._dtype, device=self._device)
 
         def call(grads: Sequence[Tensor | None]) -> Tensor | None:
             if results is not None:
@@ -44,7 +47,7 @@ class TensorByTensorUnit(Unit):
             for i, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
                 if grad is None or not grad.numel():
                     continue
-                own = arguments.of_row(0 if rows is None else rows.row_of[i])
+                own = _moved(arguments.of_row(0 if rows is None else rows.row_of[i]), self._device)
                 if totals is not None:
                     own["totals"] = totals[:, i].contiguous()
                 given = [[_view(grad, shape)], *([tensors[i]] for tensors in views)]
@@ -78,10 +81,17 @@ def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
     graph = Graph(run, traced.inputs, kernels)
     for size in (37, 1):
         shape = (size,) if signature.rank == 1 else (size, 5)
-        if not agrees(signature, [shape], partial(_run_on, graph, shape)):
+        if not agrees(signature, [shape], partial(_run_on, graph, shape, signature.device)):
             raise disagreement(signature)
-    return TensorByTensorUnit(graph, sums)
+    return TensorByTensorUnit(graph, sums, unit_sum_dtype(signature), signature.device)
 
 
-def _run_on(graph: Graph, shape: Shape, lists: TensorLists, arguments: ExampleArguments) -> Sequence[Tensor]:
-    return graph(graph.order_inputs([shape], lists, arguments))
+def _run_on(
+    graph: Graph, shape: Shape, device: str, lists: TensorLists, arguments: ExampleArguments
+) -> Sequence[Tensor]:
+    return graph(graph.order_inputs([shape], lists, _moved(arguments, device)))
+
+
+def _moved(arguments: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
+    """Return arguments on the device of a graph."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in arguments.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.errors import RuleError, first_line
 from compiled_optim.locations import definition, innermost_user_frame
 from compiled_optim.program import Arguments, Program
+from compiled_optim.tensors import dtype_of_sums
 
 
 @dataclass
@@ -31,6 +32,13 @@ class TracedGraph:
     inputs: list[Place]
 
 
+class SizeBounds(NamedTuple):
+    """The smallest and the largest size of a dimension of a tensor of any size; None for no limit."""
+
+    smallest: int = 0
+    largest: int | None = None
+
+
 def trace(
     signature: Signature,
     shapes: Sequence[Shape] | None = None,
@@ -38,6 +46,7 @@ def trace(
     unbind_scalars: bool = False,
     decompose_foreach: bool = False,
     carries: int = 0,
+    bounds: SizeBounds = SizeBounds(),  # noqa: B008
 ) -> TracedGraph:
     """Trace a signature's program.
 
@@ -47,16 +56,17 @@ def trace(
         hint: with ``shapes=None``, the number of elements a compiler should optimise for.
         unbind_scalars: pass each hyperparameter as a separate 0-dim tensor.
         decompose_foreach: replace foreach operations by one operation per tensor.
-        carries: add this many inputs with a float64 for each row, which the graph fills with zeros.
+        carries: add this many inputs with a number for each row, which the graph fills with zeros.
+        bounds: with ``shapes=None``, the smallest and the largest size of a dimension.
     """
     from compiled_optim.torch_private import FakeTensorMode, ShapeEnv, enable_python_dispatcher, make_fx
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        sizes = shapes or _any_sizes(signature, mode.shape_env, hint)
+        sizes = shapes or _any_sizes(signature, mode.shape_env, hint, bounds)
         examples = _example_inputs(signature, sizes, unbind_scalars)
         for i in range(carries):
-            examples[CARRY, i] = torch.empty(sizes[0][:1], dtype=torch.float64, device=signature.device)
+            examples[CARRY, i] = torch.empty(sizes[0][:1], dtype=unit_sum_dtype(signature), device=signature.device)
     places = list(examples)
 
     def flat(*inputs: Any) -> list[Tensor]:
@@ -100,7 +110,12 @@ def _width(signature: Signature) -> int:
     return signature.lane.width or len(signature.lane.shapes)
 
 
-def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
+def unit_sum_dtype(signature: Signature) -> torch.dtype:
+    """Return the dtype in which a program sums on its device."""
+    return dtype_of_sums(signature.program.dtype, torch.device(signature.device))
+
+
+def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBounds) -> list[Any]:
     """Return symbolic shapes, one for each tensor of a list.
 
     The symbols are unbacked, because backed symbols specialise on the sizes 0 and 1.
@@ -111,7 +126,9 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int) -> list[Any]:
         for _ in range(_width(signature)):
             sizes = [shape_env.create_unbacked_symint() for _ in range(signature.rank)]
             for size in sizes:
-                torch._check(size >= 0)  # type: ignore[no-untyped-call]
+                torch._check(size >= bounds.smallest)  # type: ignore[no-untyped-call]
+                if bounds.largest is not None:
+                    torch._check(size <= bounds.largest)  # type: ignore[no-untyped-call]
                 shape_env.var_to_hint_override[size.node.expr] = size_hint
             shapes.append(tuple(sizes))
     return shapes
@@ -125,9 +142,8 @@ def _example_inputs(signature: Signature, shapes: Sequence[Any], unbind_scalars:
         for lane, shape in enumerate(shapes):
             found[i, lane] = torch.empty(shape, dtype=dtype, device=signature.device)
     for name, dtype, shape in signature.arguments:
-        if name == "scalars":  # always in host memory
-            count, own = (shape[0], ()) if unbind_scalars else (1, shape)
-            found |= {(name, i): torch.empty(own, dtype=dtype, device="cpu") for i in range(count)}
+        if name == "scalars" and unbind_scalars:  # in host memory
+            found |= {(name, i): torch.empty((), dtype=dtype, device="cpu") for i in range(shape[0])}
         else:
             found[name, 0] = torch.empty(shape, dtype=dtype, device=signature.device)
     return found

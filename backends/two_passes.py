@@ -98,7 +98,7 @@ def split(graph: Graph, totals: int, carries: Sequence[int]) -> Split:
     while True:
         known = {results[store][1] for store in early}
         finals = [value for store, (_, value) in results.items() if store not in early]
-        small = _row_values(_with_inputs(finals, known), late)
+        small = _row_values(_with_inputs(finals, known), late, homes)
         carried = dict(zip((store for store in stores if store not in results), small, strict=False))
         if len(small) > len(carried):
             carried = {}  # too many: the second pass computes them again
@@ -117,8 +117,9 @@ def _home_and_value(store: Node) -> tuple[Node, Node]:
     return home, value
 
 
-def _row_values(needed: Collection[Node], late: Collection[Node]) -> list[Node]:
+def _row_values(needed: Collection[Node], late: Collection[Node], homes: Sequence[Node]) -> list[Node]:
     """Return the values of rows that the second pass needs, and that it would have to compute from sums over rows."""
+    dtypes = {home.meta["val"].dtype for home in homes}
     return [
         node
         for node in needed
@@ -126,7 +127,7 @@ def _row_values(needed: Collection[Node], late: Collection[Node]) -> list[Node]:
         and node not in late
         and any(user in late and user in needed for user in node.users)
         and node.meta["val"].ndim == 1
-        and node.meta["val"].dtype == torch.float64
+        and node.meta["val"].dtype in dtypes
         and any(other.target in SUMS for other in _with_inputs([node], ()))
     ]
 

@@ -1,9 +1,7 @@
-"""The base of the accelerator backends: one call takes a whole list of tensors, whose shapes are compiled in.
+"""The base of the NPU backends: one call takes a whole list of tensors, whose shapes are compiled in.
 
 A kernel launch takes longer on the host than a small tensor takes on an accelerator, so a call takes as many tensors as
-one graph can hold. Shapes are compiled in because dynamic sizes are slower. Measured on Inductor's CUDA code (20
-tensors, AdamW): with dynamic sizes, compilation takes 1.8 times as long, loads are at most 4 bytes wide (16 with known
-sizes that are a multiple of that), and the number of blocks of a reduction suits one assumed size only.
+one graph can hold. Shapes are compiled in because dynamic sizes are slower.
 
 Limit: each model compiles its own units. Lists are sorted by shape, so repeated layers of a model can share a unit.
 
@@ -57,8 +55,6 @@ class WholeListBackend(LaneBackend):
     limit: int
     """The largest number of tensors in a call."""
 
-    unit_type: type[ListUnit] = ListUnit
-
     @abstractmethod
     def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
         """Compile a traced graph."""
@@ -82,7 +78,7 @@ class WholeListBackend(LaneBackend):
             ):
                 raise disagreement(signature)
         graph.seconds = time.perf_counter() - start
-        return self.unit_type(graph)
+        return ListUnit(graph)
 
     def graph(self, signature: Signature) -> Graph:
         """Return the compiled graph of a signature, before verification."""

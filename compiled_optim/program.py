@@ -60,6 +60,10 @@ class Program(Protocol):
         """A short name for logs, profiles and ``explain()``."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the program computes."""
+
+    @property
     def variant(self) -> tuple[str, ...]:
         """Words that distinguish the program from others of the same name."""
         return ()

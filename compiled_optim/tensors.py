@@ -237,12 +237,17 @@ AllReduce: TypeAlias = Callable[..., tuple[Tensors, ...]]
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to sum a tensor in: float64 on the CPU, else the dtype of the tensor.
+    """Return the dtype to sum a tensor in."""
+    return dtype_of_sums(tensor.dtype, tensor.device)
+
+
+def dtype_of_sums(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype to sum tensors of ``dtype`` in: float64 on the CPU, else ``dtype`` itself.
 
     On the CPU Inductor sums sequentially, which is inaccurate in float32. Accelerators sum in trees, which is accurate
     enough, and float64 is slow or missing there.
     """
-    return torch.float64 if tensor.device.type == "cpu" else tensor.dtype
+    return torch.float64 if device.type == "cpu" else dtype
 
 
 def materialize(tensor: Tensor) -> Tensor:
@@ -250,6 +255,8 @@ def materialize(tensor: Tensor) -> Tensor:
 
     Inductor has to store the input of ``as_strided`` in memory.
     """
+    if tensor.device.type == "cuda":
+        return tensor
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 

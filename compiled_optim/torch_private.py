@@ -223,7 +223,7 @@ class _Name(NamedTuple):
 
 
 COMPILER = {
-    "AsyncCompile": _Name("torch._inductor.async_compile", ("cpp_pybinding",)),
+    "AsyncCompile": _Name("torch._inductor.async_compile", ("cpp_pybinding", "triton")),
     "BuildOptionsBase": _Name("torch._inductor.cpp_builder"),
     "CompiledFxGraph": _Name("torch._inductor.output_code"),
     "CppBuilder": _Name("torch._inductor.cpp_builder", ("build", "get_command_line", "get_target_file_path")),
@@ -244,6 +244,7 @@ COMPILER = {
     "make_fx": _Name("torch.fx.experimental.proxy_tensor"),
     "metrics": _Name("torch._inductor", ("generated_kernel_count",)),
     "pick_vec_isa": _Name("torch._inductor.cpu_vec_isa"),
+    "triton_helpers": _Name("torch._inductor.runtime"),
 }
 
 

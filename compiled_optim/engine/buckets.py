@@ -69,6 +69,12 @@ class Bucket:
         return list(dict.fromkeys(entry.group for entry in self.entries))
 
     @cached_property
+    def group_members(self) -> Tensor:
+        """A row for each group in :attr:`group_numbers`, which is true at the entries of the group."""
+        members = [[entry.group == number for entry in self.entries] for number in self.group_numbers]
+        return torch.tensor(members, device="cpu").to(self.device)
+
+    @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of the working view of each parameter."""
         return [layout.view_shape(entry.local, self.rows) for entry in self.entries]

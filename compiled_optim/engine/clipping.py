@@ -41,6 +41,8 @@ class GradScaling:
         if not self.clips:
             return None
         clips = [self._clips_of_groups(rows.bucket) for rows in bucket_rows]
+        if (at_once := self._clip_at_once(bucket_rows, grads, clips, unscale)) is not None:
+            return at_once
         norms = self._pool_norms(bucket_rows, grads, clips)
         if unscale is not None:
             norms = {pool: norm * unscale.to(norm) for pool, norm in norms.items()}
@@ -58,6 +60,41 @@ class GradScaling:
                 for row, key in enumerate(keys):
                     target[row] = factors.get(key, -1.0 if key[1] else 1.0)
         return norms[None]
+
+    def _clip_at_once(
+        self,
+        bucket_rows: Sequence[Rows],
+        grads: Sequence[Grads],
+        clips: Sequence[dict[int, tuple[Clip, ...]]],
+        unscale: Tensor | None,
+    ) -> Tensor | None:
+        """Set ``grad_scale`` with one call of the backend for each bucket; return the norm.
+
+        Return None if the backend cannot do it, or if there are several norms, several factors for a bucket, or shards.
+        """
+        most = max((len(own) for of_group in clips for own in of_group.values()), default=0)
+        if not all(rows.bucket.backend.clips_at_once(rows.grad_scale.dtype, most) for rows in bucket_rows):
+            return None
+        keys = [
+            {(of_group[group], bool(rows.bucket.groups[group]["maximize"])) for group in rows.groups}
+            for rows, of_group in zip(bucket_rows, clips, strict=True)
+        ]
+        pools = {clip.pool for own in keys for own_clips, _ in own for clip in own_clips}
+        places = {(rows.bucket.backend, rows.bucket.device, rows.bucket.shards) for rows in bucket_rows}
+        if len(pools) != 1 or len(places) != 1 or bucket_rows[0].bucket.shards is not None:
+            return None
+        if any(len(own) != 1 or not own_clips for own in keys for own_clips, _ in own):
+            return None
+        squares = [norm(own) for norm, own in zip(self.norms, grads, strict=True) if norm is not None]
+        present = [square for square in squares if square is not None]
+        together = present[0] if len(present) == 1 else torch.cat(present)
+        norm = None
+        for rows, own in zip(bucket_rows, keys, strict=True):
+            ((own_clips, maximize),) = own
+            limits = [(clip.max_norm, clip.eps) for clip in own_clips]
+            inv_scale = None if unscale is None else rows.inv_scale
+            norm = rows.bucket.backend.clip(together, limits, maximize, inv_scale, rows.grad_scale)
+        return norm
 
     def _clips_of_groups(self, bucket: Bucket) -> dict[int, tuple[Clip, ...]]:
         """Return the clips of each group of a bucket, by the number of the group."""
@@ -103,12 +140,9 @@ def _clip_factor(clips: Sequence[Clip], norms: dict[Hashable, Tensor], device: t
 
 def _by_group(bucket: Bucket, squares: Tensor | None) -> Tensor | None:
     """Return the sum of squares of each group of a bucket."""
-    if squares is None:
-        return None
-    # a backend that takes several groups in a batch returns a sum for each tensor
-    places = {number: place for place, number in enumerate(bucket.group_numbers)}
-    owners = torch.tensor([places[entry.group] for entry in bucket.entries], device=squares.device)
-    return squares.new_zeros(len(places)).index_add_(0, owners, squares)
+    # a backend that takes several groups in a batch returns a sum for each tensor; not index_add_, whose result depends
+    # on the order of threads on a GPU
+    return None if squares is None else torch.where(bucket.group_members, squares, 0.0).sum(1)
 
 
 def _all_reduce(bucket_rows: Sequence[Rows], squares: Sequence[Tensor | None]) -> list[Tensor | None]:

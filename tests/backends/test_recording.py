@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_optim.backends.recording import CannotRecord, Extent, _check_calls, _extent
+from compiled_optim.backends.recording import CPP, TRITON, CannotRecord, Extent, _check_calls, _extent
 
 SIZES = ((7, 11), (5, 13))
 
@@ -29,21 +29,24 @@ def test_a_number_that_is_no_product_of_sizes_is_refused():
 
 
 CALLS = {
-    "kernel": ("cpp_fused_0(a, b)", None),
-    "allocation": ("b = empty_strided_cpu((2,), (1,), torch.float32)", None),
-    "library": ("extern_kernels.mm(a, b, out=c)", r"it calls extern_kernels\.mm"),
-    "fallback": ("torch.ops.aten.sort.default(a)", r"it calls torch\.ops\.aten\.sort\.default"),
-    "branch": ("if a:\n        pass", "it contains the statement If"),
+    "kernel": (CPP, "cpp_fused_0(a, b)", None),
+    "allocation": (CPP, "b = empty_strided_cpu((2,), (1,), torch.float32)", None),
+    "library": (CPP, "extern_kernels.mm(a, b, out=c)", r"it calls extern_kernels\.mm"),
+    "fallback": (CPP, "torch.ops.aten.sort.default(a)", r"it calls torch\.ops\.aten\.sort\.default"),
+    "branch": (CPP, "if a:\n        pass", "it contains the statement If"),
+    "launch": (TRITON, "triton_poi_0.run(a, b, stream=get_raw_stream(0))", None),
+    "device": (TRITON, "with torch.cuda._DeviceGuard(0):\n        torch.cuda.set_device(0)", None),
+    "library on a GPU": (TRITON, "extern_kernels.mm(a, b, out=c)", r"it calls extern_kernels\.mm"),
 }
 
 
-@pytest.mark.parametrize(("line", "reason"), CALLS.values(), ids=CALLS)
-def test_other_calls_are_refused(line, reason, tmp_path):
+@pytest.mark.parametrize(("form", "line", "reason"), CALLS.values(), ids=CALLS)
+def test_other_calls_are_refused(form, line, reason, tmp_path):
     module = tmp_path / "generated.py"
     module.write_text(f"def call(args):\n    a, b, c = args\n    args.clear()\n    {line}\n    return ()\n")
-    namespace = {"__file__": str(module)}
+    namespace = {"__file__": str(module), "cpp_fused_0": None, "triton_poi_0": None}
     if reason is None:
-        _check_calls(namespace, {"cpp_fused_0": None})
+        _check_calls(namespace, form)
     else:
         with pytest.raises(CannotRecord, match=reason):
-            _check_calls(namespace, {"cpp_fused_0": None})
+            _check_calls(namespace, form)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import compiled_optim as co
-from compiled_optim.backends import ArgumentSpec, Signature, cpu, disk_cache, table_compiler
+from compiled_optim.backends import ArgumentSpec, Signature, disk_cache, table_backend, table_compiler
 from compiled_optim.backends.recording import Pointer
-from compiled_optim.backends.table import MEASURE_PASS, UPDATE_PASS, Task, cut, queues
+from compiled_optim.backends.table import Task, cut, queues
+from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
 
 BOTH = MEASURE_PASS | UPDATE_PASS
 
@@ -71,7 +72,7 @@ def pointers(rule, rank, monkeypatch):
     optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
     program = optimizer.program(optimizer.param_groups[0])
     specs = (ArgumentSpec("scalars", torch.float32, (2 * len(program.scalars),)),)
-    table_compiler.compile_table(Signature(program, "cpu", rank, (torch.float32,) * 4, specs, cpu.TABLE))
+    table_compiler.compile_table(Signature(program, "cpu", rank, (torch.float32,) * 4, specs, table_backend.TABLE))
     found = {}
     for name, recording in written.items():
         pairs = [pair for call in recording.calls for pair in zip(call.types, call.arguments, strict=True)]

@@ -19,7 +19,8 @@ from compiled_optim.backends import (
     Unit,
     cpu,
     disk_cache,
-    table_compiler,
+    table_backend,
+    table_passes,
     tensor_by_tensor,
 )
 from compiled_optim.backends import get as get_backend
@@ -104,7 +105,7 @@ def test_signatures_differ_in_everything_a_graph_assumes():
         rank=1,
         dtypes=(torch.float32,) * 3,
         arguments=(ArgumentSpec("scalars", torch.float32, (2,)),),
-        lane=cpu.TABLE,
+        lane=table_backend.TABLE,
     )
     variants = [
         {},
@@ -142,7 +143,7 @@ SGD = UpdateProgram(
     scaled=False,
 )
 SGD_SIGNATURE = Signature(
-    SGD, "cpu", 1, (torch.float32,) * 3, (ArgumentSpec("scalars", torch.float32, (8,)),), cpu.TABLE
+    SGD, "cpu", 1, (torch.float32,) * 3, (ArgumentSpec("scalars", torch.float32, (8,)),), table_backend.TABLE
 )
 
 
@@ -185,7 +186,7 @@ class Fake(Unit):
 def tampered(monkeypatch):
     """Return a function that makes a module trace graphs with two inputs exchanged, and compile everything again."""
     monkeypatch.setattr(disk_cache, "load", lambda *args: None)
-    original = table_compiler.trace
+    original = table_passes.trace
 
     def exchanged(*args, **kwargs):
         graph = original(*args, **kwargs)
@@ -198,7 +199,7 @@ def tampered(monkeypatch):
 
 def test_code_that_computes_something_else_is_refused(tampered):
     """Wrong code, for example from another version of torch, is detected before any parameter is changed."""
-    tampered(table_compiler)
+    tampered(table_passes)
     tampered(tensor_by_tensor)
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = co.AdamW([param], backend=cpu.CpuBackend())
@@ -211,7 +212,7 @@ def test_code_that_computes_something_else_is_refused(tampered):
 
 def test_a_table_unit_that_computes_something_else_is_replaced(tampered):
     """Then tensors are stepped one by one, and explain() says so. Rows and absent gradients work as usual."""
-    tampered(table_compiler)
+    tampered(table_passes)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(3,), (5, 4), (2, 3), (0,)]]
     theirs = copies(ours)
     optimizer, reference = co.AdamW(ours, lr=0.1, backend=cpu.CpuBackend()), torch.optim.AdamW(theirs, lr=0.1)

@@ -10,7 +10,6 @@ import torch
 import compiled_optim as co
 from compiled_optim import backends
 from compiled_optim.backends import registry, whole_lists
-from compiled_optim.backends.cuda import CudaUnit
 from tests.helpers import SMALL, assert_close, parameters, train
 
 from .recording_backend import RecordingBackend
@@ -85,22 +84,6 @@ def test_large_lists_are_not_verified(monkeypatch):
     params = parameters([(4,), (7,)])
     train(lambda p: co.SGD(p, lr=0.1, backend=Wrong()), params, steps=1)
     assert_close(params, parameters([(4,), (7,)]), 0)
-
-
-def test_a_step_is_refused_while_a_cuda_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(RecordingBackend, "unit_type", CudaUnit)
-    params = parameters([(4,)])
-    params[0].grad = torch.ones(4)
-    optimizer = co.SGD(params, lr=0.5, momentum=0.9, backend=RecordingBackend())
-    optimizer.warmup()
-    before = params[0].detach().clone()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"cannot be captured in a CUDA graph.*call step\(\) outside"):
-        optimizer.step()
-    assert torch.equal(params[0], before)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    optimizer.step()
-    assert torch.equal(params[0], before - 0.5)
 
 
 def test_the_documentation_shows_the_example_as_it_is():

@@ -45,10 +45,10 @@ def require(*packages: str) -> None:
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Return a function that runs a script of this folder and parses its output as JSON; a failure shows stderr."""
 
-    def run(script: str, **environment: str) -> Any:
+    def run(script: str, *arguments: str, **environment: str) -> Any:
         cache = str(tmp_path_factory.mktemp(script))
         settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache, **environment}
-        command = [sys.executable, "-W", "ignore", "-m", f"tests.hardware_free.{script}"]
+        command = [sys.executable, "-W", "ignore", "-m", f"tests.hardware_free.{script}", *arguments]
         result = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=TIMEOUT
         )

@@ -1,10 +1,11 @@
-"""NumPy implementations of the libdevice functions that the kernels call; Triton's interpreter has none."""
+"""What Triton's interpreter lacks: libdevice functions, in NumPy, and rounding to bfloat16."""
 
 from __future__ import annotations
 
 import numpy as np
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 FUNCTIONS = {
@@ -23,6 +24,7 @@ FUNCTIONS = {
 def install() -> None:
     for name, function in FUNCTIONS.items():
         setattr(libdevice, name, _on_numpy(function))
+    interpreter._convert_float = _round_to_nearest(interpreter._convert_float)
 
 
 def _on_numpy(function):
@@ -37,3 +39,15 @@ def _on_numpy(function):
         return tl.tensor(TensorHandle(result, scalar), tl.block_type(scalar, list(result.shape)) if block else scalar)
 
     return call
+
+
+def _round_to_nearest(convert):
+    """Return a conversion that rounds float32 to bfloat16 as the hardware does; the interpreter cuts the bits off."""
+
+    def converted(data, source, target, mode):
+        if source != tl.float32 or target != tl.bfloat16:
+            return convert(data, source, target, mode)
+        bits = np.ascontiguousarray(data.astype(np.float32)).view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).reshape(data.shape)
+
+    return converted

@@ -1,0 +1,124 @@
+"""The base of the backends that run a batch in one call, over a table of pointers.
+
+Inductor compiles the program for one tensor of any length, and a driver runs the generated code over all tensors. A
+unit serves every model. If the generated code does not fit the driver, the tensors are updated one by one
+(``tensor_by_tensor``), and ``explain()`` says why.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends import disk_cache
+from compiled_optim.backends.base import (
+    Backend,
+    Batch,
+    BoundArguments,
+    BoundBatch,
+    BoundCall,
+    Call,
+    Lane,
+    Signature,
+    Unit,
+    UnitCall,
+)
+from compiled_optim.backends.recording import CannotRecord
+from compiled_optim.backends.table_passes import count_unit_sums
+from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
+from compiled_optim.program import Result, TensorLists
+
+TABLE = Lane("table", 1)
+
+
+class TableBackend(Backend):
+    """Makes one call for all tensors of a batch. The units depend on the signature only, not on the model."""
+
+    takes_rows = True
+    by_address = True
+
+    @abstractmethod
+    def settings(self, signature: Signature) -> Mapping[str, Any]:
+        """Return what the generated code of a unit depends on in addition to its signature."""
+
+    @abstractmethod
+    def load_table(self, signature: Signature) -> Unit | None:
+        """Return the unit of a signature from disk, or None if it has to be compiled."""
+
+    @abstractmethod
+    def compile_table(self, signature: Signature) -> Unit:
+        """Compile the unit of a signature; raise CannotRecord if its code does not fit the driver."""
+
+    def run_compiler(self, compile: Callable[[], Unit]) -> Unit:
+        """Return the result of ``compile()``. A backend may turn errors of its compiler into errors with a remedy."""
+        return compile()
+
+    def wrap_call(self, call: Call) -> Call:
+        """Return a bound call with the checks that this backend needs before each call."""
+        return call
+
+    def cache_directory(self) -> Path | None:
+        """Return Inductor's cache directory."""
+        return disk_cache.directory()
+
+    def is_cached(self, signature: Signature) -> bool:
+        """Return True if the disk cache has a record for this signature and these settings."""
+        return disk_cache.contains(signature, self.settings(signature))
+
+    def units(self, batch: Batch) -> list[UnitCall]:
+        """Return one call for all tensors."""
+        rank = len(batch.shapes[0])
+        arguments = tuple(
+            # a unit takes the totals of one tensor
+            spec._replace(shape=spec.shape[:1]) if spec.name == "totals" else spec
+            for spec in batch.arguments
+        )
+        signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, TABLE)
+        return [UnitCall(signature, range(len(batch.shapes)))]
+
+    def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
+        """Bind the unit to all tensors."""
+        ((signature, _),) = batch.calls
+        unit = self.get_unit(signature)
+        call = self.wrap_call(unit.bind(batch.shapes, lists, arguments))
+        return _OneCall(BoundCall(unit, signature, lambda grads: grads, call), batch.program.result)
+
+    def compile(self, signature: Signature) -> Unit:
+        """Load or compile a table unit. If the generated code does not fit, compile a unit for single tensors."""
+        start = time.perf_counter()
+        with torch.inference_mode(False), torch.no_grad():
+            unit = self.load_table(signature)
+            if unit is None:
+                unit = self.run_compiler(partial(self._compile, signature))
+        unit.seconds = time.perf_counter() - start
+        return unit
+
+    def _compile(self, signature: Signature) -> Unit:
+        try:
+            return self.compile_table(signature)
+        except CannotRecord as error:
+            returned = signature.program.result is not Result.NOTHING
+            unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
+            unit.limit = str(error)
+            return unit
+
+
+class _OneCall(BoundBatch):
+    """A batch that one call runs. A sum is returned as one number for each tensor."""
+
+    def __init__(self, call: BoundCall, result: Result) -> None:
+        super().__init__([call])
+        self._run = call.call
+        self._returns_sum = result is Result.SUM
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Run the program on all tensors that have a gradient."""
+        result = self._run(grads)
+        return result.view(-1) if self._returns_sum and result is not None else result

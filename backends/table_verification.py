@@ -1,0 +1,83 @@
+"""Compare table units with the eager program before they are used."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends.base import BoundArguments, Call, ScalarRows, Shape, Signature
+from compiled_optim.backends.verification import is_close
+from compiled_optim.program import Arguments, TensorLists
+
+VERIFIED_SIZES = (37, 1, 64, 3, 90, 0)
+VERIFIED_CHUNK = 16
+"""Elements in a chunk during verification; small, so that small tensors consist of several chunks."""
+
+
+class TableUnitLike(Protocol):
+    """A unit that takes any number of tensors, which it cuts into chunks."""
+
+    def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int) -> Call:
+        """Bind the unit to tensors, cut into chunks of about ``chunk`` elements."""
+
+
+def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
+    """Return True if a unit agrees with the eager program on tensors of several sizes, with two rows of scalars.
+
+    One tensor has no gradient, and must not change. The gradients are passed in other shapes than the parameters,
+    because a unit uses only their addresses.
+    """
+    shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
+    skipped = 2
+    arguments = _example_arguments(signature, len(shapes))
+    lists, expected = (_example_lists(signature, shapes) for _ in range(2))
+    grads: list[Tensor | None] = [grad.view(1, -1, 1) for grad in lists[0]]
+    grads[skipped] = None
+    call = unit.bind(shapes, lists[1:], arguments, chunk=VERIFIED_CHUNK)
+    result = call(grads)
+    pairs = []
+    for i in range(len(shapes)):
+        own = [[tensors[i]] for tensors in expected]
+        row = 0 if arguments.scalars is None else arguments.scalars.row_of[i]
+        known = {name: tensor.to(signature.device) for name, tensor in arguments.of_row(row).items()}
+        if arguments.totals is not None:
+            known["totals"] = arguments.totals[:, i]
+        returned = None
+        if i != skipped and own[0][0].numel():
+            returned = signature.program(own, Arguments(**known))
+        pairs += [(tensors[i], kept[0]) for tensors, kept in zip(lists, own, strict=True)]
+        if result is not None:
+            zeros = torch.zeros_like(result[i])
+            pairs.append((result[i], zeros if returned is None else returned.reshape(zeros.shape)))
+    return all(is_close(a, b) for a, b in pairs)
+
+
+def _example_lists(signature: Signature, shapes: Sequence[Shape]) -> TensorLists:
+    """Return random values in [0.5, 1.5), the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [(torch.rand(shape, generator=generator, device="cpu") + 0.5).to(signature.device, dtype) for shape in shapes]
+        for dtype in signature.dtypes
+    ]
+
+
+def _example_arguments(signature: Signature, tensors: int) -> BoundArguments:
+    """Return example arguments with two rows of scalars. The tensors have them by turns."""
+    generator = torch.Generator().manual_seed(1)
+    made: dict[str, Any] = {}
+    for name, dtype, shape in signature.arguments:
+        values = torch.rand(tensors, max(math.prod(shape), 1), generator=generator, device="cpu").to(dtype) + 0.5
+        if name == "scalars":
+            rows = made[name] = ScalarRows(shape[0] // 2, tensors, dtype)
+            rows.tensor.copy_(values[:, : shape[0]])
+            rows.row_of[:] = array("q", [i % 2 for i in range(tensors)])
+        elif name == "totals":
+            made[name] = values.T.to(signature.device)
+        else:
+            made[name] = (values[0, 0] if name == "inv_scale" else values[:, 0]).to(signature.device)
+    return BoundArguments(**made)
