@@ -66,7 +66,10 @@ def compile_passes(
     recordings, kernels = {}, 0
     for name, (part, graph_pass) in passes_of(signature).items():
         carried = CARRIES if graph_pass and part.rank > 1 else 0
-        traced = trace(part, hint=hint, decompose_foreach=part.program.reduces, carries=carried, bounds=bounds)
+        # for a GPU, Inductor computes a foreach operation again after its input was written: gradients that are
+        # unscaled in place would be unscaled twice
+        decomposed = part.program.reduces or not part.device.startswith("cpu")
+        traced = trace(part, hint=hint, decompose_foreach=decomposed, carries=carried, bounds=bounds)
         with lazy_kernels():
             run, count = lower(traced.module, traced.examples, {**options, **_graph_pass(graph_pass, traced)})
         recordings[name] = _record(part, generated_function(run), form, traced.inputs)

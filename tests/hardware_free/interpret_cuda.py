@@ -122,6 +122,33 @@ def compared(name: str, shapes=SHAPES, **options: Any) -> dict[str, Any]:
     }
 
 
+def unscaled() -> dict[str, Any]:
+    """Compare steps of a GradScaler that the optimizer itself unscales and clips with those of torch."""
+    ours = [torch.nn.Parameter(tensor) for tensor in Guarded([(17,), (BLOCK + 1,)], torch.float32, 0).tensors]
+    theirs = [torch.nn.Parameter(param.detach().double()) for param in ours]
+    optimizer = co.AdamW(ours, lr=0.01, max_grad_norm=1.0, fused=True, backend=HostCuda())
+    reference = torch.optim.AdamW(theirs, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    generator = torch.Generator().manual_seed(1)
+    grads = []
+    for _ in range(STEPS):
+        for param, twin in zip(ours, theirs, strict=True):
+            twin.grad = torch.randn(param.shape, generator=generator).double()
+            param.grad = 8.0 * twin.grad.float()
+        expected = [twin.grad.clone() for twin in theirs]
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        reference.step()
+        scaler.step(optimizer)
+        scaler.update(8.0)
+        grads += [(param.grad - grad).abs().max() for param, grad in zip(ours, expected, strict=True)]
+    return {
+        "apart": largest([(param - twin).abs().max() for param, twin in zip(ours, theirs, strict=True)]),
+        "gradients apart": largest(grads),
+        "limits": [unit.limit for unit in optimizer.explain().units if unit.limit],
+    }
+
+
 def largest(differences: list[Tensor]) -> float:
     """Return the largest difference. Unlike max(), it is NaN if one of them is."""
     return float(torch.stack([difference.detach().double() for difference in differences]).max())
@@ -245,6 +272,7 @@ def main() -> None:
         report["AdamW clipped"] = compared("AdamW", max_grad_norm=1.0)
         report["Lamb clipped"] = compared("Lamb", max_grad_norm=1.0)
         report["bfloat16"] = {name: bfloat16(name) for name in steps.OPTIMIZERS}
+        report["unscaled"] = unscaled()
         report["fallback"] = fallback()
         few = [(17,), (BLOCK + 1,), (16,)]
         with wrong_constant():

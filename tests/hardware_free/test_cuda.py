@@ -127,6 +127,13 @@ def test_bfloat16_is_rounded_once(interpreted, name):
     assert 0 < interpreted["bfloat16"][name] <= ONE_ROUNDING
 
 
+def test_gradients_are_unscaled_in_place_once(interpreted):
+    """Inductor unscaled them twice for CUDA, as long as programs had foreach operations."""
+    assert interpreted["unscaled"]["limits"] == []
+    assert interpreted["unscaled"]["apart"] <= 1e-6
+    assert interpreted["unscaled"]["gradients apart"] <= 1e-6
+
+
 def test_a_wrong_constant_is_detected(interpreted):
     """Negative control: a hyperparameter of one row is wrong by one percent."""
     assert interpreted["wrong constant"]["apart"] > 1e-5
