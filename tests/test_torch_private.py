@@ -215,7 +215,9 @@ DATA_PTR = "_torchinductor_pyobject_tensor_data_ptr"
 returns_null = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(lambda tensor: None)
 
 
-@pytest.mark.parametrize("address", [None, "text", ctypes.cast(returns_null, ctypes.c_void_p).value])
+@pytest.mark.parametrize(
+    "address", [None, "text", ctypes.cast(returns_null, ctypes.c_void_p).value], ids=["gone", "text", "wrong"]
+)
 def test_a_step_without_the_function_that_returns_addresses(address, monkeypatch, fresh_data_ptr):
     guards = torch._C._dynamo.guards
     original = getattr(guards, DATA_PTR)
@@ -273,7 +275,9 @@ print(param.tolist())
     assert run_python(code) == "[0.75, 0.75]\n"
 
 
-@pytest.mark.parametrize("function", [None, lambda old, new: True, lambda old, new: False])
+@pytest.mark.parametrize(
+    "function", [None, lambda old, new: True, lambda old, new: False], ids=["gone", "always", "never"]
+)
 def test_kinds_of_tensors_are_compared_without_torch(function, monkeypatch):
     if function is None:
         monkeypatch.delattr(torch, "_has_compatible_shallow_copy_type")
