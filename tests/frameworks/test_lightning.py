@@ -32,7 +32,7 @@ def new_scaler() -> torch.amp.GradScaler:
 
 
 def precision(name: str, plugin: type[MixedPrecision | FabricMixedPrecision]) -> dict[str, Any]:
-    """Return the arguments of Trainer or Fabric. On the CPU they replace "16-mixed" unless the plugin is given."""
+    """Return the arguments of Trainer or Fabric. On the CPU both use bfloat16 for "16-mixed" unless given a plugin."""
     return {"plugins": plugin("16-mixed", "cpu", new_scaler())} if name == "16-mixed" else {"precision": name}
 
 
