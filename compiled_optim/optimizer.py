@@ -10,8 +10,8 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim import backends
 from compiled_optim.backends import Backend
 from compiled_optim.backends.eager import eager_requested
+from compiled_optim.backward import BackwardSteps
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, checkpoint, states
@@ -64,6 +65,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is not changed.
         maximize: ascend instead of descend; ``defaults`` may set it instead.
         fused: True makes torch.amp.GradScaler leave unscaling to the step. It has no other effect.
+        in_backward: step each parameter during backward and free its gradient; ``step()`` ends the iteration.
     """
 
     has_torch_switches: ClassVar[bool] = False
@@ -82,6 +84,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
     found_inf: Tensor | None
     """Set by torch.amp.GradScaler during such a step; otherwise absent. See ``engine.amp``."""
 
+    _backward: BackwardSteps | None = None
     _comparison: Comparison | None = None
     _state_was_accessed = False  # by user code, which may change it at any time afterwards
 
@@ -96,6 +99,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         maximize: bool = False,
         fused: bool | None = None,
+        in_backward: bool = False,
         **switches: bool | None,
     ) -> None:
         check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_grad_norm)
@@ -104,7 +108,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
         self._stepper = Stepper(self, self._settings)
         self.max_grad_norm = max_grad_norm
         defaults = {"maximize": maximize, **defaults}
-        self._step_supports_amp_scaling = bool(fused)
+        # with in_backward, the scaler has to call the step, which refuses it
+        self._step_supports_amp_scaling = bool(fused) or in_backward
+        self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names) if in_backward else None
         if self.has_torch_switches:
             defaults = {**defaults, **TORCH_SWITCHES, "fused": fused, **switches}
         self.check(defaults)
@@ -155,10 +161,10 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients as in torch.optim. Parameters that a watched module has replaced are followed first."""
-        if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
-            with torch.no_grad(), self._stepper.synced_params(self.param_groups, self._state):
-                pass
+        self._follow_modules()
         _torch_method("zero_grad")(self, set_to_none)
+        if self._backward is not None:
+            self._backward.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch.optim, and check its hyperparameters."""
@@ -173,6 +179,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._stepper.tracker.add(group["params"])
+        if self._backward is not None:
+            self._backward.attach(self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim does; each parameter gets a ``step`` tensor of its own."""
@@ -203,10 +211,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
         names = ("_settings", "_step_supports_amp_scaling", "max_grad_norm", "last_grad_norm")
         kept = {name: getattr(self, name) for name in names}
         own = {"state": states.with_own_steps(self._state), "_unscales": self._stepper.unscales}
+        own["_in_backward"] = self._backward is not None
         return {**super().__getstate__(), **kept, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        unscales = state.pop("_unscales", False)
+        unscales, in_backward = state.pop("_unscales", False), state.pop("_in_backward", False)
         super().__setstate__(state)
         if not self.has_torch_switches:
             self.defaults.pop("differentiable", None)  # which torch has just added
@@ -215,6 +224,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
             self._stepper = Stepper(self, self._settings, unscales)
             self._stepper.tracker.add(all_params(self.param_groups))
+            if in_backward:
+                self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names)
+                self._backward.attach(self.param_groups)
         self._stepper.discard_plan()
         self._state_was_accessed = True
 
@@ -226,6 +238,13 @@ class Optimizer(Rule, torch.optim.Optimizer):
         return other
 
     # ---- beyond torch.optim
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context in which backward keeps gradients, for gradient accumulation with ``in_backward=True``.
+
+        Without ``in_backward`` backward keeps gradients anyway.
+        """
+        return nullcontext() if self._backward is None else self._backward.accumulate()
 
     def watch(self, module: torch.nn.Module) -> None:
         """Check a module before every step, to detect that it replaced or removed a parameter of this optimizer.
@@ -284,7 +303,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
+        if self._backward is not None:
+            self._end_iteration(self._backward)
+        elif torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
             with torch.inference_mode(False):
                 self._update()
         else:
@@ -294,7 +315,25 @@ class Optimizer(Rule, torch.optim.Optimizer):
     _observed_step = profile_hook_step(_step)
     _step_out_of_graph = disable_dynamo(_observed_step)
 
-    def _update(self) -> None:
+    def _follow_modules(self) -> None:
+        """Follow parameters that a watched module has replaced, unless a step has to report them."""
+        if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
+            with torch.no_grad(), self._stepper.synced_params(self.param_groups, self._state):
+                pass
+
+    def _end_iteration(self, steps: BackwardSteps) -> None:
+        """End an iteration in which backward has stepped the parameters."""
+        if "found_inf" in self.__dict__:
+            amp.remove_marks(self.__dict__)
+            raise RuntimeError(
+                f"{type(self).__name__} with in_backward=True does not support GradScaler: parameters are stepped before "
+                "all gradients are known to be finite; use bfloat16 without a scaler, or in_backward=False"
+            )
+        self._follow_modules()
+        steps.attach(self.param_groups)
+        steps.end_iteration()
+
+    def _update(self, only: Container[Tensor] | None = None) -> None:
         stepper, unscale = self._stepper, None
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
             if amp.is_overflow(getattr(self, "found_inf", None)):
@@ -306,7 +345,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
             if stepper.unscales:
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
             if self._comparison is None:
-                self.last_grad_norm = stepper.step(self.param_groups, self._state, self._state_was_accessed, unscale)
+                self.last_grad_norm = stepper.step(
+                    self.param_groups, self._state, self._state_was_accessed, unscale, only
+                )
             else:
                 comparison, self._comparison = self._comparison, None
                 self.last_grad_norm = stepper.compared_step(comparison, self.param_groups, self._state, unscale)

@@ -28,6 +28,7 @@ class RunOptions(TypedDict, total=False):
     backend: str | Backend | None
     on_realloc: Literal["recompile", "raise"]
     fused: bool | None
+    in_backward: bool
 
 
 class EngineOptions(RunOptions, total=False):
@@ -45,7 +46,11 @@ class TorchOptions(EngineOptions, total=False):
 
 
 def check_options(
-    optimizer: str, has_torch_switches: bool, switches: Mapping[str, Any], on_realloc: str, max_grad_norm: float | None
+    optimizer: str,
+    has_torch_switches: bool,
+    switches: Mapping[str, Any],
+    on_realloc: str,
+    max_grad_norm: float | None,
 ) -> None:
     """Raise if an option is unknown or out of range."""
     unknown = switches.keys() - (TORCH_SWITCHES if has_torch_switches else {}).keys()
