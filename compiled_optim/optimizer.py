@@ -24,9 +24,9 @@ from compiled_optim.backends.eager import eager_requested
 from compiled_optim.backward import BackwardSteps
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
-from compiled_optim.engine import amp, checkpoint, states
+from compiled_optim.engine import amp, averages, checkpoint, states
 from compiled_optim.engine.rule import Rule, all_params
-from compiled_optim.engine.rule_validation import check_group
+from compiled_optim.engine.rule_validation import check_group, check_own_norm
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.stepper import Stepper
 from compiled_optim.torch_private import (
@@ -37,6 +37,9 @@ from compiled_optim.torch_private import (
     profiler_enabled,
     set_grad_enabled,
 )
+
+
+MAX_NORMS = ("max_grad_norm", "max_grad_norm_per_parameter")
 
 
 def _setting(name: str) -> Any:
@@ -66,6 +69,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
         maximize: ascend instead of descend; ``defaults`` may set it instead.
         fused: True makes torch.amp.GradScaler leave unscaling to the step. It has no other effect.
         in_backward: step each parameter during backward and free its gradient; ``step()`` ends the iteration.
+        max_grad_norm_per_parameter: clip each gradient to this norm by itself, inside the step.
+        ema_decay: keep a moving average of the weights with this decay, updated in the same pass; see :meth:`ema`.
+        ema_warmup: limit the decay in step t to t / (t + 9).
     """
 
     has_torch_switches: ClassVar[bool] = False
@@ -86,6 +92,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     _backward: BackwardSteps | None = None
     _comparison: Comparison | None = None
+    _has_averages_swapped_in = False
     _state_was_accessed = False  # by user code, which may change it at any time afterwards
 
     def __init__(
@@ -100,14 +107,20 @@ class Optimizer(Rule, torch.optim.Optimizer):
         maximize: bool = False,
         fused: bool | None = None,
         in_backward: bool = False,
+        max_grad_norm_per_parameter: float | None = None,
+        ema_decay: float | None = None,
+        ema_warmup: bool = False,
         **switches: bool | None,
     ) -> None:
-        check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_grad_norm)
+        max_norms = dict(zip(MAX_NORMS, (max_grad_norm, max_grad_norm_per_parameter), strict=True))
+        check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_norms)
         chosen = backends.get(backend) if isinstance(backend, str) else backend
         self._settings = Settings(compile and not eager_requested(), chosen, on_realloc)
         self._stepper = Stepper(self, self._settings)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.max_grad_norm_per_parameter = max_grad_norm, max_grad_norm_per_parameter
         defaults = {"maximize": maximize, **defaults}
+        if ema_decay is not None:
+            defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
         # with in_backward, the scaler has to call the step, which refuses it
         self._step_supports_amp_scaling = bool(fused) or in_backward
         self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names) if in_backward else None
@@ -173,6 +186,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
         _torch_method("add_param_group")(self, param_group)
         group = self.param_groups[-1]
         try:
+            averages.check_average(type(self).__name__, group, self.counts_steps)
+            check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
@@ -208,7 +223,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_settings", "_step_supports_amp_scaling", "max_grad_norm", "last_grad_norm")
+        names = ("_settings", "_step_supports_amp_scaling", *MAX_NORMS, "last_grad_norm")
         kept = {name: getattr(self, name) for name in names}
         own = {"state": states.with_own_steps(self._state), "_unscales": self._stepper.unscales}
         own["_in_backward"] = self._backward is not None
@@ -245,6 +260,23 @@ class Optimizer(Rule, torch.optim.Optimizer):
         Without ``in_backward`` backward keeps gradients anyway.
         """
         return nullcontext() if self._backward is None else self._backward.accumulate()
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """Use the averaged weights (``ema_decay``) in this context, for example to evaluate or to save the model.
+
+        The averages are written into the parameters, and the weights are restored at the end, also after an exception.
+        """
+        with averages.swapped_in(self.param_groups, self._state):
+            self._has_averages_swapped_in = True
+            try:
+                yield
+            finally:
+                self._has_averages_swapped_in = False
+
+    def ema_state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the averaged weights by name, as ``model.load_state_dict`` takes them."""
+        return averages.averages_by_name(self.param_groups, self._state)
 
     def watch(self, module: torch.nn.Module) -> None:
         """Check a module before every step, to detect that it replaced or removed a parameter of this optimizer.
@@ -299,6 +331,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
         return state
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if self._has_averages_swapped_in:
+            raise RuntimeError("step() inside ema() would train the averaged weights; leave the context first")
         loss = None
         if closure is not None:
             with torch.enable_grad():

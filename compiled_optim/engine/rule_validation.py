@@ -26,7 +26,7 @@ from compiled_optim.engine.sharding import check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
-from compiled_optim.program import Arguments, UpdateProgram
+from compiled_optim.program import EMA, Arguments, UpdateProgram, takes_all_reduce
 from compiled_optim.torch_private import TorchDispatchMode
 
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
@@ -60,6 +60,16 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
                 check_supported(type(rule).__name__, name, param, program, rule.rowwise)
 
 
+def check_own_norm(rule: Rule) -> None:
+    """Raise ValueError if each gradient shall be clipped by its own norm, but the rule sums over tensors itself."""
+    if rule.max_grad_norm_per_parameter is not None and takes_all_reduce(type(rule).update):
+        raise ValueError(
+            f"{type(rule).__name__} does not support max_grad_norm_per_parameter: its formula sums over each tensor, and "
+            "these sums would depend on the clipped gradient; clip before the step with "
+            "torch.nn.utils.clip_grad_norm_([param], max_norm)"
+        )
+
+
 def check_rule(rule: Rule, group: Group) -> None:
     """Raise RuleError if the signature, the derived values and the group of a user's rule do not match."""
     if is_ours(type(rule)):
@@ -88,6 +98,9 @@ def check_rule(rule: Rule, group: Group) -> None:
         if not isinstance(first.get(state), bool):
             what = f"{type(rule).__name__} does not define when it keeps the optional state {state!r}"
             raise RuleError(what, where, f"return a bool of that name from derived(): {{{state!r}: ...}}")
+    if EMA in states:
+        what = f"{type(rule).__name__} uses the name {EMA!r} for a state, but the average of the weights has this name"
+        raise RuleError(what, definition(rule.update), "rename the state")
     if rule.counts_steps and "step" in states:
         what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has this name"
         raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")

@@ -121,6 +121,13 @@ def test_ddp_is_refused_during_backward(on_two):
         assert "cannot step the parameters of DistributedDataParallel" in message
 
 
+def test_averages_of_shards(on_two):
+    for answer in of(on_two, "averages"):
+        assert answer["inside"] <= 2e-6
+        assert answer["saved"] <= 2e-6
+        assert answer["restored"] == 0.0
+
+
 def test_zero_redundancy_optimizer(on_two):
     assert max(of(on_two, "zero_redundancy")) <= 1e-6
 
