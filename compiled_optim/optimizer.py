@@ -38,7 +38,6 @@ from compiled_optim.torch_private import (
     set_grad_enabled,
 )
 
-
 MAX_NORMS = ("max_grad_norm", "max_grad_norm_per_parameter")
 
 
@@ -360,8 +359,8 @@ class Optimizer(Rule, torch.optim.Optimizer):
         if "found_inf" in self.__dict__:
             amp.remove_marks(self.__dict__)
             raise RuntimeError(
-                f"{type(self).__name__} with in_backward=True does not support GradScaler: parameters are stepped before "
-                "all gradients are known to be finite; use bfloat16 without a scaler, or in_backward=False"
+                f"{type(self).__name__} with in_backward=True does not support GradScaler: parameters are stepped "
+                "before all gradients are known to be finite; use bfloat16 without a scaler, or in_backward=False"
             )
         self._follow_modules()
         steps.attach(self.param_groups)

@@ -53,10 +53,10 @@ _check_version(torch.__version__)
 
 try:
     from torch._ops import OpOverload as OpOverload
-    from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
     disable_current_modes, current_modes = _disable_current_modes, _get_current_dispatch_mode_stack
     disable_dynamo = torch._compile._disable_dynamo

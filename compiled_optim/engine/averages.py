@@ -21,7 +21,7 @@ def check_average(optimizer: str, group: Group, counts_steps: bool) -> None:
         raise ValueError(f"Invalid ema_decay value: {decay}; it must be at least 0 and below 1")
     if group.get("ema_warmup") and not counts_steps:
         raise ValueError(
-            f"{optimizer} does not count steps, so ema_warmup has no effect; set group['ema_decay'] in each step instead"
+            f"{optimizer} does not count steps, so it has no ema_warmup; set group['ema_decay'] in each step"
         )
 
 

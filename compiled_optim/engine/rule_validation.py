@@ -64,8 +64,8 @@ def check_own_norm(rule: Rule) -> None:
     """Raise ValueError if each gradient shall be clipped by its own norm, but the rule sums over tensors itself."""
     if rule.max_grad_norm_per_parameter is not None and takes_all_reduce(type(rule).update):
         raise ValueError(
-            f"{type(rule).__name__} does not support max_grad_norm_per_parameter: its formula sums over each tensor, and "
-            "these sums would depend on the clipped gradient; clip before the step with "
+            f"{type(rule).__name__} does not support max_grad_norm_per_parameter: its formula sums over each tensor, "
+            "and these sums would depend on the clipped gradient; clip before the step with "
             "torch.nn.utils.clip_grad_norm_([param], max_norm)"
         )
 

@@ -103,10 +103,12 @@ def test_the_context_swaps_the_averages_in_and_out(compiled):
     train(net, optimizer)
     weights = [param.detach().clone() for param in net.parameters()]
     saved = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(KeyError), optimizer.ema():
+    with optimizer.ema():
         assert_near(net.parameters(), averages(net, optimizer), rtol=0, atol=0)
         with pytest.raises(RuntimeError, match="inside ema"):
             optimizer.step()
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
+    with pytest.raises(KeyError), optimizer.ema():
         raise KeyError
     assert_near(net.parameters(), weights, rtol=0, atol=0)
     assert_same_state(optimizer.state_dict(), saved)
