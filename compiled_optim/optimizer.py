@@ -6,13 +6,11 @@ module implements the interface of torch.optim and passes each step to ``stepper
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, overload
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,13 +19,13 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim import backends
 from compiled_optim.backends import Backend
 from compiled_optim.backends.eager import eager_requested
+from compiled_optim.backward import BackwardSteps
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
-from compiled_optim.engine import amp, checkpoint
-from compiled_optim.engine.numbers import with_own_numbers
-from compiled_optim.engine.rule import Rule, all_params
-from compiled_optim.engine.rule_validation import check_group
+from compiled_optim.engine import amp, averages
+from compiled_optim.engine.rule_validation import check_group, check_own_norm
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
+from compiled_optim.saving import MAX_NORMS, SavedOptimizer, torch_method
 from compiled_optim.stepper import Stepper
 from compiled_optim.torch_private import (
     disable_dynamo,
@@ -39,20 +37,7 @@ from compiled_optim.torch_private import (
 )
 
 
-def _setting(name: str) -> Any:
-    """Return a property that reads and writes an option of the stepper's settings."""
-    return property(lambda self: getattr(self._settings, name), lambda self, to: setattr(self._settings, name, to))
-
-
-def _torch_method(name: str) -> Callable[..., Any]:
-    """Return a method of torch.optim, without the wrapper that imports Dynamo unless Dynamo is running."""
-    method: Any = getattr(torch.optim.Optimizer, name)
-    code = getattr(method, "__code__", None)
-    is_wrapper = code is not None and code.co_filename == disable_dynamo.__code__.co_filename
-    return method.__wrapped__ if is_wrapper and not torch.compiler.is_compiling() else method  # type: ignore[no-any-return]
-
-
-class Optimizer(Rule, torch.optim.Optimizer):
+class Optimizer(SavedOptimizer):
     """Base class of the optimizers in this package.
 
     Args:
@@ -65,17 +50,11 @@ class Optimizer(Rule, torch.optim.Optimizer):
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is not changed.
         maximize: ascend instead of descend; ``defaults`` may set it instead.
         fused: True makes torch.amp.GradScaler leave unscaling to the step. It has no other effect.
+        in_backward: step each parameter during backward and free its gradient; ``step()`` ends the iteration.
+        max_grad_norm_per_parameter: clip each gradient to this norm by itself, inside the step.
+        ema_decay: keep a moving average of the weights with this decay, updated in the same pass; see :meth:`ema`.
+        ema_warmup: limit the decay in step t to t / (t + 9).
     """
-
-    has_torch_switches: ClassVar[bool] = False
-    """Whether torch.optim has an optimizer of this name. If so, its ``foreach``, ``capturable`` ... have no effect."""
-
-    compile = _setting("compile")
-    backend = _setting("backend")
-    on_realloc = _setting("on_realloc")
-
-    last_grad_norm: Tensor | None = None
-    """The norm of all gradients of the last step before clipping, as a 0-dim tensor; None without clipping."""
 
     _step_supports_amp_scaling = False
     """Whether torch.amp.GradScaler leaves unscaling to the step: True with ``fused=True``, as in torch.optim."""
@@ -84,7 +63,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
     """Set by torch.amp.GradScaler during such a step; otherwise absent. See ``engine.amp``."""
 
     _comparison: Comparison | None = None
-    _state_was_accessed = False  # by user code, which may change it at any time afterwards
+    _has_averages_swapped_in = False
 
     def __init__(
         self,
@@ -97,15 +76,23 @@ class Optimizer(Rule, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         maximize: bool = False,
         fused: bool | None = None,
+        in_backward: bool = False,
+        max_grad_norm_per_parameter: float | None = None,
+        ema_decay: float | None = None,
+        ema_warmup: bool = False,
         **switches: bool | None,
     ) -> None:
-        check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_grad_norm)
+        max_norms = dict(zip(MAX_NORMS, (max_grad_norm, max_grad_norm_per_parameter), strict=True))
+        check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_norms)
         chosen = backends.get(backend) if isinstance(backend, str) else backend
         self._settings = Settings(compile and not eager_requested(), chosen, on_realloc)
-        self._stepper = Stepper(self, self._settings)
-        self.max_grad_norm = max_grad_norm
+        self._start(in_backward=in_backward)
+        self.max_grad_norm, self.max_grad_norm_per_parameter = max_grad_norm, max_grad_norm_per_parameter
         defaults = {"maximize": maximize, **defaults}
-        self._step_supports_amp_scaling = bool(fused)
+        if ema_decay is not None:
+            defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
+        # with in_backward, the scaler has to call the step, which refuses it
+        self._step_supports_amp_scaling = bool(fused) or in_backward
         if self.has_torch_switches:
             defaults = {**defaults, **TORCH_SWITCHES, "fused": fused, **switches}
         self.check(defaults)
@@ -115,17 +102,6 @@ class Optimizer(Rule, torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     # ---- torch.optim's interface
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The state of each parameter, as in torch.optim. After the first access, every step checks the state."""
-        self._state_was_accessed = True
-        return self._state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._state_was_accessed = "state" in self.__dict__  # not when torch's constructor sets it
-        self.__dict__["state"] = state
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,82 +132,54 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients as in torch.optim. Parameters that a watched module has replaced are followed first."""
-        if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
-            with torch.no_grad():
-                self._stepper.sync_params(self.param_groups, self._state, lambda: None)
-        _torch_method("zero_grad")(self, set_to_none)
+        self._follow_modules()
+        torch_method("zero_grad")(self, set_to_none)
+        if self._backward is not None:
+            self._backward.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch.optim, and check its hyperparameters."""
         if isinstance(param_group, dict):
             self.check({**self.defaults, **param_group})
-        _torch_method("add_param_group")(self, param_group)
+        torch_method("add_param_group")(self, param_group)
         group = self.param_groups[-1]
         try:
+            averages.check_average(type(self).__name__, group, self.counts_steps)
+            check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
         self._stepper.tracker.add(group["params"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch.optim does; each parameter gets ``step`` and other numbers of its own."""
-        saved: dict[str, Any] = _torch_method("state_dict")(self)
-        if "state" in saved:  # a hook may have returned something else
-            saved["state"] = with_own_numbers(saved["state"], self.number_names)
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, of torch.optim's or of torch_npu's of the same name.
-
-        Works as in torch.optim, with two differences. What does not fit (other sizes or shapes, missing states,
-        another optimizer's) raises ValueError, which names the parameter or group, and changes nothing. A state of a
-        float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
-        """
-        state_dict = copy.copy(state_dict)  # hooks may change it, as in torch
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        stepper, groups = self._stepper, self.param_groups
-
-        def load() -> None:
-            self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
-
-        if self.on_realloc == "recompile":
-            stepper.sync_params(groups, self._state, load)
-        else:  # the next step reports changes
-            load()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("_settings", "_step_supports_amp_scaling", "max_grad_norm", "last_grad_norm")
-        kept = {name: getattr(self, name) for name in names}
-        own = {"state": with_own_numbers(self._state, self.number_names), "_unscales": self._stepper.unscales}
-        return {**super().__getstate__(), **kept, **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        unscales = state.pop("_unscales", False)
-        super().__setstate__(state)
-        if not self.has_torch_switches:
-            self.defaults.pop("differentiable", None)  # which torch has just added
-        for group in self.param_groups:
-            group.update(checkpoint.complete_group(self, self.defaults, group))
-        if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
-            self._stepper = Stepper(self, self._settings, unscales)
-            self._stepper.tracker.add(all_params(self.param_groups))
-        self._stepper.discard_plan()
-        self._state_was_accessed = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """Copy parameters and state. If a watched module is in ``memo``, the new optimizer watches its copy."""
-        other = memo[id(self)] = type(self).__new__(type(self))
-        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        other._stepper.tracker.copy_from(self._stepper.tracker, memo)
-        return other
+        if self._backward is not None:
+            self._backward.attach(self.param_groups)
 
     # ---- beyond torch.optim
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context in which backward keeps gradients, for gradient accumulation with ``in_backward=True``.
+
+        Without ``in_backward`` backward keeps gradients anyway.
+        """
+        return nullcontext() if self._backward is None else self._backward.accumulate()
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """Use the averaged weights (``ema_decay``) in this context, for example to evaluate or to save the model.
+
+        The averages are written into the parameters, and the weights are restored at the end, also after an exception.
+        """
+        with averages.swapped_in(self.param_groups, self._state):
+            self._has_averages_swapped_in = True
+            try:
+                yield
+            finally:
+                self._has_averages_swapped_in = False
+
+    def ema_state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the averaged weights by name, as ``model.load_state_dict`` takes them."""
+        return averages.averages_by_name(self.param_groups, self._state)
 
     def watch(self, module: torch.nn.Module) -> None:
         """Check a module before every step, to detect that it replaced or removed a parameter of this optimizer.
@@ -279,18 +227,21 @@ class Optimizer(Rule, torch.optim.Optimizer):
 
     # ---- internals
 
-    @property
-    def _state(self) -> defaultdict[Tensor, Any]:
-        """The state, for use in this package."""
-        state: defaultdict[Tensor, Any] = self.__dict__["state"]
-        return state
+    def _start(self, unscales: bool = False, in_backward: bool = False) -> None:
+        self._stepper = Stepper(self, self._settings, unscales)
+        if in_backward:
+            self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names)
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if self._has_averages_swapped_in:
+            raise RuntimeError("step() inside ema() would train the averaged weights; leave the context first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
+        if self._backward is not None:
+            self._end_iteration(self._backward)
+        elif torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
             with torch.inference_mode(False):
                 self._update()
         else:
@@ -300,7 +251,25 @@ class Optimizer(Rule, torch.optim.Optimizer):
     _observed_step = profile_hook_step(_step)
     _step_out_of_graph = disable_dynamo(_observed_step)
 
-    def _update(self) -> None:
+    def _follow_modules(self) -> None:
+        """Follow parameters that a watched module has replaced, unless a step has to report them."""
+        if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
+            with torch.no_grad():
+                self._stepper.sync_params(self.param_groups, self._state, lambda: None)
+
+    def _end_iteration(self, steps: BackwardSteps) -> None:
+        """End an iteration in which backward has stepped the parameters."""
+        if "found_inf" in self.__dict__:
+            amp.remove_marks(self.__dict__)
+            raise RuntimeError(
+                f"{type(self).__name__} with in_backward=True does not support GradScaler: parameters are stepped "
+                "before all gradients are known to be finite; use bfloat16 without a scaler, or in_backward=False"
+            )
+        self._follow_modules()
+        steps.attach(self.param_groups)
+        steps.end_iteration()
+
+    def _update(self, only: Container[Tensor] | None = None) -> None:
         stepper, unscale = self._stepper, None
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
             if amp.is_overflow(getattr(self, "found_inf", None)):
@@ -312,7 +281,9 @@ class Optimizer(Rule, torch.optim.Optimizer):
             if stepper.unscales:
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
             if self._comparison is None:
-                self.last_grad_norm = stepper.step(self.param_groups, self._state, self._state_was_accessed, unscale)
+                self.last_grad_norm = stepper.step(
+                    self.param_groups, self._state, self._state_was_accessed, unscale, only
+                )
             else:
                 comparison, self._comparison = self._comparison, None
                 self.last_grad_norm = stepper.compared_step(comparison, self.param_groups, self._state, unscale)

@@ -28,6 +28,10 @@ class RunOptions(TypedDict, total=False):
     backend: str | Backend | None
     on_realloc: Literal["recompile", "raise"]
     fused: bool | None
+    in_backward: bool
+    max_grad_norm_per_parameter: float | None
+    ema_decay: float | None
+    ema_warmup: bool
 
 
 class EngineOptions(RunOptions, total=False):
@@ -45,7 +49,11 @@ class TorchOptions(EngineOptions, total=False):
 
 
 def check_options(
-    optimizer: str, has_torch_switches: bool, switches: Mapping[str, Any], on_realloc: str, max_grad_norm: float | None
+    optimizer: str,
+    has_torch_switches: bool,
+    switches: Mapping[str, Any],
+    on_realloc: str,
+    max_norms: Mapping[str, float | None],
 ) -> None:
     """Raise if an option is unknown or out of range."""
     unknown = switches.keys() - (TORCH_SWITCHES if has_torch_switches else {}).keys()
@@ -57,5 +65,6 @@ def check_options(
         )
     if on_realloc not in ("recompile", "raise"):
         raise ValueError(f'Invalid on_realloc value: {on_realloc!r}; use "recompile" or "raise"')
-    if max_grad_norm is not None and not max_grad_norm >= 0.0:
-        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+    for name, max_norm in max_norms.items():
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"Invalid {name} value: {max_norm}")

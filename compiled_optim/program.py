@@ -8,7 +8,7 @@ step. Everything else is bound once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -19,12 +19,18 @@ from torch import Tensor
 
 from compiled_optim.locations import is_ours
 from compiled_optim.storage import Direct, Storage
-from compiled_optim.tensors import AllReduce, Scalar, Tensors, sum_dtype
+from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
 ALL_REDUCE = "all_reduce"
 """The keyword argument of a rule that sums over tensors."""
+
+MAX_NORM, EMA_DECAY = "max_grad_norm_per_parameter", "ema_decay"
+"""Scalars that the program uses itself. The rule does not get them."""
+
+EMA = "ema"
+"""The state that holds the average of a parameter."""
 
 ScalarValues: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float]
 """Hyperparameters: Python numbers; or a 1-D tensor or 0-dim tensors with all values, then one minus each value."""
@@ -101,7 +107,8 @@ class UpdateProgram:
     state, convert between ``dtype`` and the dtype in memory. Without storages everything is kept in ``dtype``.
 
     A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
-    them by ``grad_scale`` for its own use, after that.
+    them by ``grad_scale`` for its own use, after that. With the scalar MAX_NORM, the gradient of each tensor is clipped
+    by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters.
 
     A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
@@ -122,8 +129,8 @@ class UpdateProgram:
 
     @property
     def reduces(self) -> bool:
-        """Whether the rule sums over tensors."""
-        return takes_all_reduce(self.update)
+        """Whether the program sums over tensors."""
+        return takes_all_reduce(self.update) or MAX_NORM in self.scalars
 
     @property
     def is_separable(self) -> bool:
@@ -175,18 +182,20 @@ class UpdateProgram:
             assert arguments.grad_scale is not None
             grads = grads * arguments.grad_scale
         params, *states = (storage.load(each, self.dtype) for storage, each in zip(storages, kept, strict=True))
-        self.update(
-            params,
-            grads,
-            **dict(zip(self.states, states, strict=True)),
-            **self._numbers(arguments.scalars),
-            **dict(self.flags),
-            **({ALL_REDUCE: all_reduce} if self.reduces else {}),
-        )
+        named = dict(zip(self.states, states, strict=True))
+        numbers = self._numbers(arguments.scalars)
+        max_norm, decay = numbers.pop(MAX_NORM, None), numbers.pop(EMA_DECAY, None)
+        average = None if decay is None else named.pop(EMA)
+        if max_norm is not None:
+            grads = _clipped(grads, max_norm, all_reduce)
+        sums = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
+        self.update(params, grads, **named, **numbers, **dict(self.flags), **sums)
+        if average is not None:
+            average.ema_(params, decay)
         for storage, each, result in zip(storages, kept, (params, *states), strict=True):
             storage.store(each, result)
 
-    def _numbers(self, values: ScalarValues | None) -> Mapping[str, Any]:
+    def _numbers(self, values: ScalarValues | None) -> dict[str, Any]:
         """Return the hyperparameters by name, as numbers or as Scalar objects."""
         given = values.unbind() if isinstance(values, Tensor) else values or ()
         count = len(self.scalars)
@@ -197,6 +206,14 @@ class UpdateProgram:
             name: Scalar(value, complement)  # type: ignore[arg-type]
             for name, (value, complement) in zip(self.scalars, pairs, strict=True)
         }
+
+
+def _clipped(grads: Tensors, max_norm: Number, all_reduce: AllReduce) -> Tensors:
+    """Return gradients, each clipped to a norm of ``max_norm``, as ``clip_grad_norm_`` does for one parameter."""
+    (squares,) = all_reduce(grads.sum_of_squares())
+    factors = (1.0 / (square.sqrt() + 1e-6) for square in squares)
+    scaled = (factor * getattr(max_norm, "tensor", max_norm) for factor in factors)
+    return grads * Tensors(materialize(each.clamp(max=1.0).to(grads[0].dtype)) for each in scaled)
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ both may be replaced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -63,19 +63,26 @@ class Stepper:
         self._plan = None
 
     def step(
-        self, groups: Sequence[Group], state: State, state_was_accessed: bool, unscale: Tensor | None
+        self,
+        groups: Sequence[Group],
+        state: State,
+        state_was_accessed: bool,
+        unscale: Tensor | None,
+        only: Container[Tensor] | None = None,
     ) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
 
-        With ``state_was_accessed`` the state is checked too, because user code may have changed it.
+        With ``state_was_accessed`` the state is checked too, because user code may have changed it. With ``only``,
+        other parameters are left alone, even if they have gradients.
         """
         if is_traced():
-            return self._traced_step(groups, state, unscale)
+            return self._traced_step(groups, state, unscale, only)
         params = all_params(groups)
-        grads = [param.grad for param in params]
         plan, guard = self._plan, self._guard
-        if guard is None or guard.is_sharded:
-            grads = local_grads(params, lambda: self.tracker.names(groups))
+        if guard is None or guard.is_sharded or only is not None:
+            grads = self._collect_grads(params, groups, only)
+        else:
+            grads = [param.grad for param in params]
         if (
             plan is None
             or guard is None
@@ -85,8 +92,8 @@ class Stepper:
             or (state_was_accessed and not guard.state_holds(state))
         ):
             if any(map(is_fake, (*params, *grads))):
-                return self._traced_step(groups, state, unscale)
-            make_plan = partial(self._make_plan, params, grads, groups, state)
+                return self._traced_step(groups, state, unscale, only)
+            make_plan = partial(self._make_plan, params, grads, groups, state, only)
             plan, grads = self.sync_params(groups, state, make_plan)
             match = Match.SOME
         norm = plan.run(grads, match is Match.SOME, unscale)
@@ -162,14 +169,28 @@ class Stepper:
             raise
         return result
 
+    def _collect_grads(
+        self, params: Sequence[Tensor], groups: Sequence[Group], only: Container[Tensor] | None
+    ) -> list[Tensor | None]:
+        """Return the local gradients of all parameters; None for those that are not in ``only``."""
+        grads = local_grads(params, lambda: self.tracker.names(groups))
+        if only is None:
+            return grads
+        return [grad if param in only else None for param, grad in zip(params, grads, strict=True)]
+
     def _make_plan(
-        self, params: list[Tensor], grads: list[Tensor | None], groups: Sequence[Group], state: State
+        self,
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        groups: Sequence[Group],
+        state: State,
+        only: Container[Tensor] | None,
     ) -> tuple[Plan, list[Tensor | None]]:
         """Make a plan for the current parameters and gradients; return it with the local gradients."""
         # only if needed, because it may be a collective operation
         if has_dtensor(grads) or not same_objects(all_params(groups), params):
             params = all_params(groups)
-            grads = local_grads(params, lambda: self.tracker.names(groups))
+            grads = self._collect_grads(params, groups, only)
         buckets = self._make_buckets(grads, groups, state)
         # compile before the state is changed, because compilation may fail
         self._compile(buckets, groups)
@@ -181,13 +202,15 @@ class Stepper:
         self._plan = plan
         return plan, grads
 
-    def _traced_step(self, groups: Sequence[Group], state: State, unscale: Tensor | None) -> Tensor | None:
+    def _traced_step(
+        self, groups: Sequence[Group], state: State, unscale: Tensor | None, only: Container[Tensor] | None
+    ) -> Tensor | None:
         """Run the eager formula, on FakeTensors or for a mode that records operations. No plan is kept.
 
         In a FakeTensorMode, parameters with memory do not change, so their state must not change either.
         """
         params = all_params(groups)
-        grads = local_grads(params, lambda: self.tracker.names(groups))
+        grads = self._collect_grads(params, groups, only)
         fake: Any = next(filter(is_fake, (*params, *grads)), None)
         if (is_fake_mode() or fake is not None) and not any(map(is_fake, params)):
             own: State = defaultdict(dict, {param: dict(values) for param, values in state.items()})

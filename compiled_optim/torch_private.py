@@ -56,6 +56,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
     disable_current_modes, current_modes = _disable_current_modes, _get_current_dispatch_mode_stack
     disable_dynamo = torch._compile._disable_dynamo
@@ -131,6 +132,15 @@ def fake_tensor_types() -> tuple[type, ...]:
     """Return the types FakeTensor and FakeTensorMode, or nothing if they are not imported, so that none exists."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return () if module is None else (module.FakeTensor, module.FakeTensorMode)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Let autograd call a function at the end of the current backward, unless it fails; return False if it cannot."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    except AttributeError:
+        return False
+    return True
 
 
 # ---- tensors

@@ -175,7 +175,7 @@ def make_buckets(
             check_can_step(rule, names, index, local, grad)
             grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
-        kept, steps = (dtype,) * len(programs[number].states), 0
+        kept, steps = tuple(states.new_state_dtype(name, dtype) for name in programs[number].states), 0
         if values:
             kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, partial(_name, names, index))
         own_numbers: tuple[float, ...] = ()

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from compiled_optim.engine.numbers import as_number, step_count
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.states import check_state_fits
+from compiled_optim.program import EMA
 from compiled_optim.storage import compute_dtype
 
 REMEDY = "load the checkpoint that belongs to this optimizer and model"
@@ -144,7 +145,8 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         raise ValueError(f"the state of {name} is {type(values).__name__}, not a dict; {REMEDY}")
     if all(value is None for value in values.values()):
         return
-    missing = [name for name in (*states, *rule.numbers) if values.get(name) is None]
+    # an average that is missing starts from the loaded weights
+    missing = [each for each in (*states, *rule.numbers) if values.get(each) is None and each != EMA]
     if rule.counts_steps and "step" not in values:
         missing.append("step")
     if missing:
@@ -152,7 +154,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             f"the checkpoint has {sorted(map(str, values))} for {name}, but no {missing}, which "
             f"{type(rule).__name__} keeps; {REMEDY}, or delete all of this parameter's states to start it fresh"
         )
-    for state in states:
+    for state in [state for state in states if values.get(state) is not None]:
         value = values[state]
         if not isinstance(value, Tensor):
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")

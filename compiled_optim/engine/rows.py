@@ -13,6 +13,7 @@ from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
 from compiled_optim.engine.rule import Group, Rule, by_name, declaration
+from compiled_optim.program import EMA_DECAY
 
 GROUP_SHIFT = 48
 """A key of a row is the number of the group, shifted by this many bits, plus the step count.
@@ -56,6 +57,11 @@ class RowReader:
         for name, is_kept in self._optional:
             if bool(derived.get(name)) != is_kept:
                 return None
+        if variant.own_scalars or EMA_DECAY in group or rule.max_grad_norm_per_parameter is not None:
+            own = rule.own_scalars(group, step)
+            if tuple(own) != variant.own_scalars:
+                return None
+            known |= own
         return [*map(float, self._values(known))], self._numbers(known)
 
 

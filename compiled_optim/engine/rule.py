@@ -18,9 +18,12 @@ from torch import Tensor
 from compiled_optim.engine.hyperparameters import check_usual
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
-from compiled_optim.program import ALL_REDUCE, UpdateProgram
+from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, UpdateProgram
 
 Group = dict[str, Any]
+
+WARMUP_STEPS = 10
+"""With ``ema_warmup`` the decay of the average in step t is at most t / (t + 9)."""
 
 BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
 """The names by which a formula gets the values of ``betas``."""
@@ -58,6 +61,7 @@ class Variant(NamedTuple):
     flags: tuple[tuple[str, bool], ...]
     maximize: bool
     clips: bool
+    own_scalars: tuple[str, ...]
 
 
 class Row(NamedTuple):
@@ -109,6 +113,7 @@ class Rule:
     """The optimizer of torch.optim that the message about sparse gradients recommends. No rule takes them."""
 
     max_grad_norm: float | None = None
+    max_grad_norm_per_parameter: float | None = None
 
     update: ClassVar[Callable[..., None]]
     """The formula, a static method over lists of tensors, in place: ``update(p, g, *states, *, hyperparameters)``.
@@ -147,6 +152,20 @@ class Rule:
         """The names of all numbers in the state of a parameter."""
         return ("step", *self.numbers)
 
+    def own_scalars(self, group: Group, step: int) -> dict[str, float]:
+        """Return the hyperparameters of options that every optimizer has, for this step. ``update`` does not get them.
+
+        The average of the weights starts as a copy of them after the first step.
+        """
+        found = {}
+        if self.max_grad_norm_per_parameter is not None:
+            found[MAX_NORM] = float(self.max_grad_norm_per_parameter)
+        decay = group.get(EMA_DECAY)
+        if decay is not None:
+            warm = step / (step + WARMUP_STEPS - 1) if group.get("ema_warmup") else 1.0
+            found[EMA_DECAY] = min(float(decay), warm) if step > 1 else 0.0
+        return found
+
     def row(self, group: Group, step: int) -> Row:
         """Return the hyperparameters of a step, and the variant they select. Numbers have their initial values."""
         states, optional, keywords = declaration(type(self).update)
@@ -164,8 +183,11 @@ class Rule:
             else:
                 scalars[name] = float(value)
         kept = tuple(state for state in states if state not in optional or derived.get(state)) if optional else states
+        own = self.own_scalars(group, step)
+        if EMA_DECAY in own:
+            kept = (*kept, EMA)
         clips = bool(self.clips(group, torch.float32))
-        return Row(scalars, Variant(kept, tuple(flags), bool(group["maximize"]), clips))
+        return Row({**scalars, **own}, Variant(kept, tuple(flags), bool(group["maximize"]), clips, tuple(own)))
 
     def program(self, group: Group, unscales: bool = False) -> UpdateProgram:
         """Return the program for a group. With ``unscales`` it unscales gradients in place."""

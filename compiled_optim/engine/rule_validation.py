@@ -26,7 +26,7 @@ from compiled_optim.engine.sharding import check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
-from compiled_optim.program import Arguments, UpdateProgram
+from compiled_optim.program import EMA, Arguments, UpdateProgram, takes_all_reduce
 from compiled_optim.torch_private import TorchDispatchMode
 
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
@@ -58,6 +58,16 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
         for name, param in zip(names()[-len(params) :], params, strict=True):
             if param.requires_grad:  # a frozen one is checked when it gets a gradient
                 check_supported(type(rule).__name__, name, param, program, rule.rowwise)
+
+
+def check_own_norm(rule: Rule) -> None:
+    """Raise ValueError if each gradient shall be clipped by its own norm, but the rule sums over tensors itself."""
+    if rule.max_grad_norm_per_parameter is not None and takes_all_reduce(type(rule).update):
+        raise ValueError(
+            f"{type(rule).__name__} does not support max_grad_norm_per_parameter: its formula sums over each tensor, "
+            "and these sums would depend on the clipped gradient; clip before the step with "
+            "torch.nn.utils.clip_grad_norm_([param], max_norm)"
+        )
 
 
 def check_rule(rule: Rule, group: Group) -> None:
@@ -94,6 +104,9 @@ def check_rule(rule: Rule, group: Group) -> None:
     for number in sorted(rule.numbers.keys() - first.keys()):
         what = f"{type(rule).__name__} never changes the number {number!r}"
         raise RuleError(what, where, f"return its value after the step from derived(): {{{number!r}: ...}}")
+    if EMA in states:
+        what = f"{type(rule).__name__} uses the name {EMA!r} for a state, but the average of the weights has this name"
+        raise RuleError(what, definition(rule.update), "rename the state")
     if rule.counts_steps and "step" in states:
         what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has this name"
         raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")

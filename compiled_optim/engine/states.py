@@ -13,6 +13,8 @@ from compiled_optim.engine.numbers import REMEDY, step_count
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import placement, shard_like
 from compiled_optim.engine.tensor_types import local_shard
+from compiled_optim.program import EMA
+from compiled_optim.storage import compute_dtype
 
 State = dict[Tensor, Any]
 """``optimizer.state``: for each parameter a dict of its states by name."""
@@ -23,13 +25,13 @@ def kept_dtypes(
 ) -> tuple[tuple[torch.dtype, ...], int]:
     """Return the dtypes of a parameter's states and its number of steps; raise if one does not match the parameter.
 
-    A state that does not exist yet will have the dtype of the parameter.
+    A state that does not exist yet will have the dtype of :func:`new_state_dtype`.
     """
     dtypes = []
     for name in names:
         tensor = values.get(name)
         if tensor is None:
-            dtypes.append(param.dtype)
+            dtypes.append(new_state_dtype(name, param.dtype))
             continue
         check_state_fits(parameter_name, param, name, tensor, REMEDY)
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -39,6 +41,14 @@ def kept_dtypes(
             )
         dtypes.append(tensor.dtype)
     return tuple(dtypes), steps_taken(parameter_name, values, rule.counts_steps, names)
+
+
+def new_state_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a new state: that of the parameter, but at least float32 for an average of the weights.
+
+    In a lower precision an average would not move: what it adds in a step is less than half of its last bit.
+    """
+    return dtype if name != EMA or dtype.is_complex else compute_dtype(dtype)
 
 
 def check_state_fits(parameter_name: Callable[[], str], param: Tensor, name: str, tensor: Tensor, remedy: str) -> None:
@@ -75,14 +85,16 @@ def materialize_states(
 ) -> list[Tensor]:
     """Create the states a parameter lacks, give the others its working layout, and return what this process holds.
 
-    ``local`` is what this process holds of the parameter.
+    ``local`` is what this process holds of the parameter. An average starts as a copy of it.
     """
     is_sharded = local is not param
     found = []
     for name, value in initial.items():
         tensor = values.get(name)
         held = local_shard(tensor) if is_sharded and tensor is not None else tensor
-        if held is None:
+        if held is None and name == EMA:
+            made = layout.copy_like(local, local.detach(), rows, new_state_dtype(name, local.dtype))
+        elif held is None:
             made = layout.full_like(local, value, rows)
         elif held.device != local.device or not layout.pairs_with(local, held, rows):
             made = layout.copy_like(local, held, rows)
@@ -103,7 +115,9 @@ def convert_states(
     strides.
     """
     return {
-        name: value.to(param.device, param.dtype if value.dtype == old else value.dtype, copy=True)
+        name: value.to(
+            param.device, new_state_dtype(name, param.dtype) if value.dtype == old else value.dtype, copy=True
+        )
         if name not in numbers and isinstance(value, Tensor)
         else value
         for name, value in values.items()

@@ -21,6 +21,7 @@ import compiled_optim as co
 from catalog import CATALOG
 from tests.helpers import copies, gradients, parameters
 
+from .backward_cases import averages, in_backward, in_backward_of_ddp
 from .shard_cases import columns, refusals, rows
 from .training import STEPS, alone, backward, farthest, model, on_ranks, sharded, whole
 from .world import warm_up
@@ -182,7 +183,9 @@ TWO = {
     **{f"fsdp {name}": partial(fsdp, name) for name in CATALOG},
     **{f"formula {name}": partial(shards_against_the_formula, name) for name in CATALOG},
     **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", *BY_TENSOR)},
+    **{f"in backward {name}": partial(in_backward, name) for name in ("AdamW", "Lamb")},
     **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched)},
+    **{f.__name__: f for f in (averages, in_backward_of_ddp)},
 }
 FOUR = {
     **{f"fsdp {name}": partial(fsdp, name) for name in ("AdamW", *BY_TENSOR)},

@@ -108,6 +108,26 @@ def test_an_overflow_on_one_rank_is_one_on_all(on_two):
         assert answer["scale"] == 128.0
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Lamb"])
+def test_shards_are_stepped_during_backward(on_two, name):
+    for answer in of(on_two, f"in backward {name}"):
+        assert answer["distance"] <= 1e-6
+        assert answer["freed"]
+        assert answer["events"] == ()
+
+
+def test_ddp_is_refused_during_backward(on_two):
+    for message in of(on_two, "in_backward_of_ddp"):
+        assert "cannot step the parameters of DistributedDataParallel" in message
+
+
+def test_averages_of_shards(on_two):
+    for answer in of(on_two, "averages"):
+        assert answer["inside"] <= 2e-6
+        assert answer["saved"] <= 2e-6
+        assert answer["restored"] == 0.0
+
+
 def test_zero_redundancy_optimizer(on_two):
     assert max(of(on_two, "zero_redundancy")) <= 1e-6
 

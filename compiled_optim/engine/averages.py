@@ -1,0 +1,62 @@
+"""The moving averages of the weights (``ema_decay``): use them in place of the weights, and return them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from compiled_optim.engine.rule import Group, all_params
+from compiled_optim.engine.states import State
+from compiled_optim.engine.tensor_types import local_shard
+from compiled_optim.program import EMA, EMA_DECAY
+
+
+def check_average(optimizer: str, group: Group, counts_steps: bool) -> None:
+    """Raise ValueError if the options of an average are out of range."""
+    decay = group.get(EMA_DECAY)
+    if decay is not None and not 0.0 <= decay < 1.0:
+        raise ValueError(f"Invalid ema_decay value: {decay}; it must be at least 0 and below 1")
+    if group.get("ema_warmup") and not counts_steps:
+        raise ValueError(
+            f"{optimizer} does not count steps, so it has no ema_warmup; set group['ema_decay'] in each step"
+        )
+
+
+@contextmanager
+def swapped_in(groups: Sequence[Group], state: State) -> Iterator[None]:
+    """Write the averages into the parameters; restore the weights at the end, also after an exception.
+
+    Copies of the weights are kept in the meantime.
+    """
+    pairs = [(local_shard(param).detach(), local_shard(average)) for param, average in _averages(groups, state).items()]
+    if not pairs:
+        raise RuntimeError("there is no average yet: pass ema_decay to the optimizer, and make a step")
+    params = [param for param, _ in pairs]
+    weights = [param.clone() for param in params]
+    try:
+        with torch.no_grad():
+            torch._foreach_copy_(params, [average for _, average in pairs])
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(params, weights)
+
+
+def averages_by_name(groups: Sequence[Group], state: State) -> dict[str, Tensor]:
+    """Return a copy of each average, or of the parameter if it has none, by its name or, without names, its index."""
+    averages = _averages(groups, state)
+    names = [name for group in groups for name in group.get("param_names", ())]
+    params = all_params(groups)
+    if len(names) != len(params):
+        names = [str(index) for index in range(len(params))]
+    return {name: averages.get(param, param).detach().clone() for name, param in zip(names, params, strict=True)}
+
+
+def _averages(groups: Sequence[Group], state: State) -> dict[Tensor, Tensor]:
+    found = {
+        param: state.get(param, {}).get(EMA) for group in groups if EMA_DECAY in group for param in group["params"]
+    }
+    return {param: average for param, average in found.items() if average is not None}

@@ -1,0 +1,135 @@
+"""Save and load optimizers: ``state_dict``, ``load_state_dict``, pickle and deepcopy, as in torch.optim."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backward import BackwardSteps
+from compiled_optim.engine import checkpoint
+from compiled_optim.engine.numbers import with_own_numbers
+from compiled_optim.engine.rule import Rule, all_params
+from compiled_optim.options import Settings
+from compiled_optim.stepper import Stepper
+from compiled_optim.torch_private import disable_dynamo
+
+MAX_NORMS = ("max_grad_norm", "max_grad_norm_per_parameter")
+
+
+def _setting(name: str) -> Any:
+    """Return a property that reads and writes an option of the stepper's settings."""
+    return property(lambda self: getattr(self._settings, name), lambda self, to: setattr(self._settings, name, to))
+
+
+def torch_method(name: str) -> Callable[..., Any]:
+    """Return a method of torch.optim, without the wrapper that imports Dynamo unless Dynamo is running."""
+    method: Any = getattr(torch.optim.Optimizer, name)
+    code = getattr(method, "__code__", None)
+    is_wrapper = code is not None and code.co_filename == disable_dynamo.__code__.co_filename
+    return method.__wrapped__ if is_wrapper and not torch.compiler.is_compiling() else method  # type: ignore[no-any-return]
+
+
+class SavedOptimizer(Rule, torch.optim.Optimizer):
+    """The state of an optimizer, and how it is saved, loaded and copied."""
+
+    has_torch_switches: ClassVar[bool] = False
+    """Whether torch.optim has an optimizer of this name. If so, its ``foreach``, ``capturable`` ... have no effect."""
+
+    compile = _setting("compile")
+    backend = _setting("backend")
+    on_realloc = _setting("on_realloc")
+
+    last_grad_norm: Tensor | None = None
+    """The norm of all gradients of the last step before clipping, as a 0-dim tensor; None without clipping."""
+
+    _settings: Settings
+    _stepper: Stepper
+    _backward: BackwardSteps | None = None
+    _step_supports_amp_scaling: bool
+    _state_was_accessed = False  # by user code, which may change it at any time afterwards
+
+    @abstractmethod
+    def _start(self, unscales: bool, in_backward: bool) -> None:
+        """Make the objects that step the parameters: ``_stepper`` and, with ``in_backward``, ``_backward``."""
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of each parameter, as in torch.optim. After the first access, every step checks the state."""
+        self._state_was_accessed = True
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._state_was_accessed = "state" in self.__dict__  # not when torch's constructor sets it
+        self.__dict__["state"] = state
+
+    @property
+    def _state(self) -> defaultdict[Tensor, Any]:
+        """The state, for use in this package."""
+        state: defaultdict[Tensor, Any] = self.__dict__["state"]
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.optim does; each parameter gets ``step`` and other numbers of its own."""
+        saved: dict[str, Any] = torch_method("state_dict")(self)
+        if "state" in saved:  # a hook may have returned something else
+            saved["state"] = with_own_numbers(saved["state"], self.number_names)
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, of torch.optim's or of torch_npu's of the same name.
+
+        Works as in torch.optim, with two differences. What does not fit (other sizes or shapes, missing states,
+        another optimizer's) raises ValueError, which names the parameter or group, and changes nothing. A state of a
+        float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
+        """
+        state_dict = copy.copy(state_dict)  # hooks may change it, as in torch
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        stepper, groups = self._stepper, self.param_groups
+
+        def load() -> None:
+            self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
+
+        if self.on_realloc == "recompile":
+            stepper.sync_params(groups, self._state, load)
+        else:  # the next step reports changes
+            load()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_settings", "_step_supports_amp_scaling", *MAX_NORMS, "last_grad_norm")
+        kept = {name: getattr(self, name) for name in names}
+        own = {"state": with_own_numbers(self._state, self.number_names), "_unscales": self._stepper.unscales}
+        own["_in_backward"] = self._backward is not None
+        return {**super().__getstate__(), **kept, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        unscales, in_backward = state.pop("_unscales", False), state.pop("_in_backward", False)
+        super().__setstate__(state)
+        if not self.has_torch_switches:
+            self.defaults.pop("differentiable", None)  # which torch has just added
+        for group in self.param_groups:
+            group.update(checkpoint.complete_group(self, self.defaults, group))
+        if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
+            self._start(unscales, in_backward)
+            self._stepper.tracker.add(all_params(self.param_groups))
+            if self._backward is not None:
+                self._backward.attach(self.param_groups)
+        self._stepper.discard_plan()
+        self._state_was_accessed = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedOptimizer:
+        """Copy parameters and state. If a watched module is in ``memo``, the new optimizer watches its copy."""
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        other._stepper.tracker.copy_from(self._stepper.tracker, memo)
+        return other

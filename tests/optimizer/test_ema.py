@@ -1,0 +1,209 @@
+"""Tests of ``ema_decay``. The reference is torch's ``AveragedModel`` beside torch.optim."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import compiled_optim as co
+from tests.helpers import assert_same_state
+
+DECAY = 0.9
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def train(net, optimizer, average=None, steps=range(6)):
+    for step in steps:
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        net(torch.randn(4, 6).to(net[0].weight)).square().mean().backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters(net)
+
+
+def averages(net, optimizer):
+    return [optimizer.state[param]["ema"] for param in net.parameters()]
+
+
+def assert_near(some, others, **tolerance):
+    for actual, expected in zip(some, others, strict=True):
+        torch.testing.assert_close(actual.detach(), expected.detach(), **{"rtol": 2e-6, "atol": 1e-7, **tolerance})
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_the_average_is_that_of_torch(name, compiled):
+    """In float64, because RMSprop amplifies rounding errors."""
+    net, twin = model().double(), model().double()
+    optimizer = getattr(co, name)(net, lr=0.05, compile=compiled, ema_decay=DECAY)
+    reference = getattr(torch.optim, name)(twin.parameters(), lr=0.05)
+    average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    train(net, optimizer)
+    train(twin, reference, average)
+    assert_near(net.parameters(), twin.parameters(), rtol=1e-12, atol=0)
+    assert_near(averages(net, optimizer), average.module.parameters(), rtol=1e-12, atol=1e-14)
+    assert_near(optimizer.ema_state_dict().values(), average.module.state_dict().values())
+    assert list(optimizer.ema_state_dict()) == list(average.module.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Lamb", "AdamP", "Adan", "Lion"])
+def test_any_rule_has_an_average(name, compiled):
+    """The weights are those without an average; the average is computed from them."""
+    net, twin = model(), model()
+    optimizer = getattr(co, name)(net, lr=0.05, compile=compiled, ema_decay=DECAY)
+    reference = getattr(co, name)(twin, lr=0.05, compile=compiled)
+    average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    train(net, optimizer)
+    train(twin, reference, average)
+    assert_near(net.parameters(), twin.parameters())
+    assert_near(averages(net, optimizer), average.module.parameters())
+
+
+def test_groups_have_their_own_decays(compiled):
+    net = model()
+    groups = [{"params": net[0].parameters(), "ema_decay": 0.5}, {"params": net[2].parameters()}]
+    optimizer = co.AdamW(groups, lr=0.05, compile=compiled)
+    expected = None
+    for step in range(4):
+        train(net, optimizer, steps=[step])
+        weight = net[0].weight.detach().clone()
+        expected = weight if expected is None else 0.5 * expected + 0.5 * weight
+    torch.testing.assert_close(optimizer.state[net[0].weight]["ema"], expected)
+    assert "ema" not in optimizer.state[net[2].weight]
+
+
+def test_the_warm_up_and_a_scheduled_decay(compiled):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=compiled, ema_decay=0.99, ema_warmup=True)
+    expected = None
+    for step in range(1, 6):
+        optimizer.param_groups[0]["ema_decay"] = 0.99 if step < 5 else 0.1
+        train(net, optimizer, steps=[step])
+        decay = 0.0 if step == 1 else min(optimizer.param_groups[0]["ema_decay"], step / (step + 9))
+        weight = net[0].weight.detach().double()
+        expected = weight if expected is None else decay * expected + (1 - decay) * weight
+    torch.testing.assert_close(optimizer.state[net[0].weight]["ema"].double(), expected, rtol=1e-6, atol=1e-7)
+    assert optimizer.explain().recompiles == 0
+
+
+def test_the_context_swaps_the_averages_in_and_out(compiled):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=compiled, ema_decay=DECAY)
+    with pytest.raises(RuntimeError, match="there is no average yet"), optimizer.ema():
+        pass
+    train(net, optimizer)
+    weights = [param.detach().clone() for param in net.parameters()]
+    saved = copy.deepcopy(optimizer.state_dict())
+    with optimizer.ema():
+        assert_near(net.parameters(), averages(net, optimizer), rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match="inside ema"):
+            optimizer.step()
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
+    with pytest.raises(KeyError), optimizer.ema():
+        raise KeyError
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
+    assert_same_state(optimizer.state_dict(), saved)
+    train(net, optimizer)
+    assert not optimizer.explain().events
+
+
+def test_low_precision_weights_have_a_float32_average(compiled):
+    """In bfloat16 an average with a decay of 0.999 would not move at all."""
+    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = co.SGD([param], lr=1.0, compile=compiled, ema_decay=0.999)
+    for _ in range(20):
+        param.grad = torch.full_like(param, 0.25)
+        optimizer.step()
+    average = optimizer.state[param]["ema"]
+    assert average.dtype == torch.float32
+    assert param[0] == -4.0
+    expected = 0.75
+    for step in range(1, 20):
+        expected = 0.999 * expected + 0.001 * (0.75 - 0.25 * step)
+    torch.testing.assert_close(average, torch.full((64,), expected))
+
+
+def test_a_cast_keeps_the_average_in_float32(compiled):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=compiled, ema_decay=DECAY)
+    train(net, optimizer)
+    before = [average.clone() for average in averages(net, optimizer)]
+    net.bfloat16()
+    optimizer.zero_grad()
+    net(torch.ones(1, 6, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    for average, old in zip(averages(net, optimizer), before, strict=True):
+        assert average.dtype == torch.float32
+        torch.testing.assert_close(average, old, rtol=0.2, atol=0.02)
+
+
+def test_checkpoints_copies_and_pickles(compiled):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=compiled, ema_decay=DECAY)
+    train(net, optimizer, steps=range(3))
+    twin = copy.deepcopy(net)
+    resumed = co.AdamW(twin, lr=0.05, compile=compiled, ema_decay=DECAY)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    others = [(twin, resumed), copy.deepcopy((net, optimizer)), pickle.loads(pickle.dumps((net, optimizer)))]
+    train(net, optimizer, steps=range(3, 6))
+    for other, own in others:
+        train(other, own, steps=range(3, 6))
+        assert_near(averages(other, own), averages(net, optimizer), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_torch_starts_the_average(compiled):
+    """A checkpoint without averages loads; the average starts from the loaded weights."""
+    net, twin = model(), model()
+    reference = torch.optim.AdamW(twin.parameters(), lr=0.05)
+    train(twin, reference, steps=range(3))
+    net.load_state_dict(twin.state_dict())
+    optimizer = co.AdamW(net, lr=0.05, compile=compiled, ema_decay=DECAY)
+    optimizer.load_state_dict(reference.state_dict())
+    old = net[0].weight.detach().clone()
+    train(net, optimizer, steps=[3])
+    expected = DECAY * old + (1 - DECAY) * net[0].weight.detach()
+    torch.testing.assert_close(optimizer.state[net[0].weight]["ema"], expected)
+    reference.load_state_dict(optimizer.state_dict())  # and back
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match="Invalid ema_decay value"):
+        co.AdamW(model(), ema_decay=decay)
+
+
+def test_a_warm_up_needs_step_counts():
+    with pytest.raises(ValueError, match="SGD does not count steps"):
+        co.SGD(model(), ema_decay=0.9, ema_warmup=True)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "AdamP"])
+def test_rules_with_sums_refuse_to_clip_each_parameter(name):
+    with pytest.raises(ValueError, match="does not support max_grad_norm_per_parameter"):
+        getattr(co, name)(model(), max_grad_norm_per_parameter=1.0)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_clipping_each_parameter_by_its_own_norm(name, compiled):
+    net, twin = model(), model()
+    optimizer = getattr(co, name)(net, lr=0.05, compile=compiled, max_grad_norm_per_parameter=0.01)
+    reference = getattr(torch.optim, name)(twin.parameters(), lr=0.05)
+    for step in range(5):
+        for each, own in ((net, optimizer), (twin, reference)):
+            torch.manual_seed(step)
+            own.zero_grad()
+            each(torch.randn(4, 6)).square().mean().backward()
+            if own is reference:
+                for param in each.parameters():
+                    nn.utils.clip_grad_norm_([param], 0.01)
+            own.step()
+    assert_near(net.parameters(), twin.parameters())
