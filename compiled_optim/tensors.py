@@ -271,8 +271,8 @@ def dtype_of_sums(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def materialize(tensor: Tensor) -> Tensor:
     """Return a view of the whole tensor that makes Inductor store it, instead of recomputing it for every element.
 
-    Inductor has to store the input of ``as_strided`` in memory. On CUDA the tensor is returned as it is: Triton computes
-    once for each program what does not depend on the element.
+    Inductor has to store the input of ``as_strided`` in memory. On CUDA the tensor is returned as it is, because Triton
+    computes once for each program what does not depend on the element.
     """
     if tensor.device.type == "cuda":
         return tensor
