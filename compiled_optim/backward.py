@@ -58,12 +58,13 @@ class BackwardSteps:
             self._check_not_clipped(group)
         current = {param: None for param in all_params(groups) if param.requires_grad}
         for param in self._params.keys() - current.keys():
-            _hooks.pop(param).remove()
+            _hooks.pop(param).remove()  # type: ignore[no-untyped-call]
         own = weakref.ref(self)  # a parameter must not keep its optimizer alive
         for param in current.keys() - self._params.keys():
             if param in _hooks:
                 _hooks[param].remove()
-            _hooks[param] = param.register_post_accumulate_grad_hook(lambda param: _collect(own(), param))
+            hook = param.register_post_accumulate_grad_hook
+            _hooks[param] = hook(lambda param: _collect(own(), param))  # type: ignore[no-untyped-call]
         self._groups, self._params = groups, current
         self._limit = max((param.nbytes for param in current), default=0)
 

@@ -137,7 +137,7 @@ def fake_tensor_types() -> tuple[type, ...]:
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
     """Let autograd call a function at the end of the current backward, unless it fails; return False if it cannot."""
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
     except AttributeError:
         return False
     return True

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -86,7 +87,7 @@ def iteration_times() -> list[list[str]]:
             model, batch = make()
             optimizer = co.AdamW(model, in_backward=in_backward)
             key = "in backward" if in_backward else "ordinary"
-            contenders[key] = lambda model=model, batch=batch, own=optimizer: iterate(model, batch, own)
+            contenders[key] = partial(iterate, model, batch, optimizer)
         times = race(contenders)
         own, other = times["in backward"], times["ordinary"]
         rows.append([name, f"{median(own) * 1e3:.1f}", f"{median(other) * 1e3:.1f}", ratio(own, other)])
@@ -107,7 +108,7 @@ def gradient_memory(in_backward: bool) -> dict[str, float]:
         most = max(most, new.nbytes + sum(param.grad.nbytes for param in params if param.grad is not None))
 
     for param in params:
-        param.register_hook(look)
+        param.register_hook(look)  # type: ignore[no-untyped-call]
     for _ in range(3):
         iterate(model, batch, optimizer)
     weights = sum(param.nbytes for param in params)
@@ -143,7 +144,7 @@ def average_times() -> list[list[str]]:
                 param.grad = torch.randn_like(param)
             optimizer = co.AdamW(params, **options)  # type: ignore[arg-type]
             averages = [param.detach().clone() for param in params] if name == "separate" else []
-            contenders[name] = lambda own=optimizer, params=params, averages=averages: _step(own, params, averages)
+            contenders[name] = partial(_step, optimizer, params, averages)
         times = race(contenders)
         columns = [f"{median(times[name]) * 1e3:.3g}" for name in contenders]
         rows.append([workload, *columns, *(ratio(times["average"], times[name]) for name in ("none", "separate"))])

@@ -96,4 +96,4 @@ def _copied_description(seen: Description, original: Tensor, twin: Tensor) -> De
     """
     now, own = Description.from_tensor(original), Description.from_tensor(twin)
     kept = (old if old != current else copied for old, current, copied in zip(seen, now, own, strict=True))
-    return Description(*kept)._replace(address=own.address)
+    return Description._make(kept)._replace(address=own.address)
