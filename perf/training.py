@@ -152,11 +152,11 @@ def average_times() -> list[list[str]]:
 
 
 @torch.no_grad()
-def _step(optimizer: co.Optimizer, params: list[Tensor], averages: list[Tensor]) -> float:
+def _step(optimizer: co.Optimizer, params: Sequence[Tensor], averages: list[Tensor]) -> float:
     start = time.perf_counter()
     optimizer.step()
     if averages:
-        torch._foreach_lerp_(averages, params, 0.001)
+        torch._foreach_lerp_(averages, list(params), 0.001)
     return time.perf_counter() - start
 
 
