@@ -15,22 +15,31 @@ from compiled_optim.engine.rule import Clip
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.rules.adadelta import Adadelta
+from compiled_optim.rules.adagrad import Adagrad
 from compiled_optim.rules.adam import Adam, AdamW
+from compiled_optim.rules.adamax import Adamax
 from compiled_optim.rules.adamp import AdamP
 from compiled_optim.rules.adan import Adan
+from compiled_optim.rules.asgd import ASGD
 from compiled_optim.rules.bertadam import BertAdam
 from compiled_optim.rules.lamb import Lamb
 from compiled_optim.rules.lion import Lion
+from compiled_optim.rules.nadam import NAdam
+from compiled_optim.rules.radam import RAdam
 from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
+from compiled_optim.rules.rprop import Rprop
 from compiled_optim.rules.sgd import SGD
 from compiled_optim.tensors import Tensors
 
 __all__ = [
+    "ASGD",
     "SGD",
     "Adadelta",
+    "Adagrad",
     "Adam",
     "AdamP",
     "AdamW",
+    "Adamax",
     "Adan",
     "BackendUnavailableError",
     "BertAdam",
@@ -39,10 +48,13 @@ __all__ = [
     "Explanation",
     "Lamb",
     "Lion",
+    "NAdam",
     "Optimizer",
+    "RAdam",
     "RMSprop",
     "RMSpropTF",
     "ReallocationError",
+    "Rprop",
     "RuleError",
     "Tensors",
 ]

@@ -23,7 +23,8 @@ from compiled_optim.backends import Backend
 from compiled_optim.backends.eager import eager_requested
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
-from compiled_optim.engine import amp, checkpoint, states
+from compiled_optim.engine import amp, checkpoint
+from compiled_optim.engine.numbers import with_own_numbers
 from compiled_optim.engine.rule import Rule, all_params
 from compiled_optim.engine.rule_validation import check_group
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
@@ -175,10 +176,10 @@ class Optimizer(Rule, torch.optim.Optimizer):
         self._stepper.tracker.add(group["params"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch.optim does; each parameter gets a ``step`` tensor of its own."""
+        """Return the state as torch.optim does; each parameter gets ``step`` and other numbers of its own."""
         saved: dict[str, Any] = _torch_method("state_dict")(self)
         if "state" in saved:  # a hook may have returned something else
-            saved["state"] = states.with_own_steps(saved["state"])
+            saved["state"] = with_own_numbers(saved["state"], self.number_names)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,7 +208,7 @@ class Optimizer(Rule, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         names = ("_settings", "_step_supports_amp_scaling", "max_grad_norm", "last_grad_norm")
         kept = {name: getattr(self, name) for name in names}
-        own = {"state": states.with_own_steps(self._state), "_unscales": self._stepper.unscales}
+        own = {"state": with_own_numbers(self._state, self.number_names), "_unscales": self._stepper.unscales}
         return {**super().__getstate__(), **kept, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -24,10 +24,11 @@ from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.buckets import Bucket, make_buckets
+from compiled_optim.engine.numbers import with_own_numbers
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
-from compiled_optim.engine.states import State, with_own_steps
+from compiled_optim.engine.states import State
 from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
@@ -49,7 +50,7 @@ class Stepper:
         self.settings = settings
         self.unscales = unscales
         """Whether a GradScaler has left unscaling to a step. From then on, programs unscale gradients in place."""
-        self.tracker = Tracker()
+        self.tracker = Tracker(rule.number_names)
         self._plan: Plan | None = None
         self._guard: Guard | None = None
         self._events = EventLog(self._name)
@@ -189,7 +190,8 @@ class Stepper:
         grads = local_grads(params, lambda: self.tracker.names(groups))
         fake: Any = next(filter(is_fake, (*params, *grads)), None)
         if (is_fake_mode() or fake is not None) and not any(map(is_fake, params)):
-            state = with_own_steps(defaultdict(dict, {param: dict(values) for param, values in state.items()}))
+            own: State = defaultdict(dict, {param: dict(values) for param, values in state.items()})
+            state = with_own_numbers(own, self._rule.number_names)
         with nullcontext() if fake is None else fake.fake_mode:
             eager = backends.get("eager")
             buckets = make_buckets(

@@ -186,6 +186,18 @@ class Tensors(list[Tensor]):
         torch._foreach_maximum_(self, other)
         return self
 
+    def clamp_(self, low: Number, high: Number) -> Tensors:
+        """Limit each element to the range from ``low`` to ``high``, in place."""
+        for limit, number, tensors in (
+            (low, torch._foreach_clamp_min_, torch._foreach_maximum_),
+            (high, torch._foreach_clamp_max_, torch._foreach_minimum_),
+        ):
+            if isinstance(limit, Scalar):
+                tensors(self, [limit.tensor] * len(self))
+            else:
+                number(self, limit)
+        return self
+
     def copy_(self, other: list[Tensor]) -> Tensors:
         """Copy the values of other tensors, converted to this list's dtypes."""
         torch._foreach_copy_(self, other)
@@ -222,6 +234,12 @@ class Tensors(list[Tensor]):
         """Return the operand of a sum; ``_foreach_add`` would read a 0-dim tensor back to the host, so repeat it."""
         other = getattr(other, "tensor", other)
         return [other] * len(self) if isinstance(other, Tensor) else other
+
+
+def where(condition: Tensors, chosen: Any, other: Any) -> Tensors:
+    """Return elements of ``chosen`` where the condition holds, else of ``other``; one of both may be a number."""
+    operands = zip(condition, condition._repeated(chosen), condition._repeated(other), strict=True)
+    return Tensors(torch.where(*each) for each in operands)
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def _torch(rule: Rule, groups: Groups, **how: Any) -> torch.optim.Optimizer:
 
 def _recipe_optimizer(rule: Rule, groups: Groups) -> torch.optim.Optimizer:
     lr = torch.tensor(rule.options["lr"], device=groups[0]["params"][0].device)
-    capturable = {"capturable": True} if rule.ours in ("RMSprop", "Adadelta") else {}
+    capturable = {} if rule.entry.fused else {"capturable": True}  # those with a fused form take a tensor as lr anyway
     return _torch(rule, groups, lr=lr, **capturable)
 
 

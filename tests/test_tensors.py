@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from compiled_optim.tensors import Scalar, Tensors
+from compiled_optim.tensors import Scalar, Tensors, where
 
 LEFT = [torch.tensor([0.5, -2.0, 3.0]), torch.tensor([4.0])]
 RIGHT = [torch.tensor([1.5, 0.25, -1.0]), torch.tensor([2.0])]
@@ -82,3 +82,19 @@ def test_sums_of_squares_of_large_tensors():
     (found,) = Tensors([values]).sum_of_squares()
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, values.double().square().sum(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("limits", [(0.0, 2.5), (Scalar(torch.tensor(0.0), torch.tensor(1.0)), 2.5)], ids=str)
+def test_clamp(limits):
+    tensors = Tensors(tensor.clone() for tensor in LEFT)
+    assert tensors.clamp_(*limits) is tensors
+    for found, before in zip(tensors, LEFT, strict=True):
+        assert torch.equal(found, before.clamp(0.0, 2.5))
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_where(kind):
+    operand, each = OPERANDS[kind]
+    condition = Tensors(LEFT) > 0.0
+    for found, a, b in zip(where(condition, Tensors(LEFT), operand), LEFT, each, strict=True):
+        assert torch.equal(found, torch.where(a > 0, a, b))

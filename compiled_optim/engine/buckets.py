@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_optim.backends import ArgumentSpec, Backend, Batch
 from compiled_optim.engine import layout, states
+from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
@@ -28,7 +29,7 @@ class Entry:
     """A parameter to be stepped, its index among all parameters, and the number of its group.
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
-    its gradient is used, and ``steps`` the number of steps it has made.
+    its gradient is used, ``steps`` the number of steps it has made, and ``numbers`` those that the rule keeps.
     """
 
     index: int
@@ -38,15 +39,16 @@ class Entry:
     grad_dtype: torch.dtype
     rows: bool
     steps: int
+    numbers: tuple[float, ...]
 
 
 @dataclass
 class Bucket:
     """Parameters that share backend, device, dtypes and options, so that one call can step them.
 
-    Group and step count select a row of scalars for each parameter. If the backend does not take rows, a bucket has
-    parameters of one group and one step count only. A bucket has up to three batches: the norms of its gradients if
-    they are clipped, the sums of a rule over sharded tensors, and the update.
+    Group, step count and numbers select a row of scalars for each parameter. If the backend does not take rows, all
+    parameters of a bucket have the same ones. A bucket has up to three batches: the norms of its gradients if they are
+    clipped, the sums of a rule over sharded tensors, and the update.
     """
 
     groups: Sequence[Group]
@@ -149,8 +151,8 @@ def make_buckets(
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
     programs = [rule.program(group, unscales) for group in groups]
-    numbers = {program: number for number, program in enumerate(programs)}  # a number is compared faster
-    kinds = [numbers[program] for program in programs]
+    places = {program: place for place, program in enumerate(programs)}  # a number is compared faster
+    kinds = [places[program] for program in programs]
     keeps_state = rule.counts_steps or any(program.states for program in programs)
     backends: dict[torch.device, Backend] = {}
     entries, dtypes, seen = [], [], set()
@@ -176,9 +178,13 @@ def make_buckets(
         kept, steps = (dtype,) * len(programs[number].states), 0
         if values:
             kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, partial(_name, names, index))
+        own_numbers: tuple[float, ...] = ()
+        if rule.numbers:
+            own_numbers = kept_numbers(rule, groups[number], values or {}, partial(_name, names, index))
         own = (grad_dtype, dtype, *kept)
         dtypes.append(tuple(map(layout.real_dtype, own)) if dtype.is_complex else own)
-        entries.append(Entry(index, number, param, local, grad_dtype, rule.rowwise and param.ndim > 1, steps))
+        rows = rule.rowwise and param.ndim > 1
+        entries.append(Entry(index, number, param, local, grad_dtype, rows, steps, own_numbers))
 
     buckets: dict[tuple[object, ...], Bucket] = {}
     last: tuple[object, ...] | None = None
@@ -186,7 +192,7 @@ def make_buckets(
     for entry, own, wave in zip(entries, dtypes, waves, strict=True):
         device, number = entry.local.device, entry.group
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
-        row = () if backends[device].takes_rows else (number, entry.steps)
+        row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers)
         key = (kinds[number], device, own, wave, entry.rows, shards, row)
         if key != last:  # comparing is faster than hashing
             last = key

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from compiled_optim.engine.numbers import as_number, step_count
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.states import check_state_fits, step_count
+from compiled_optim.engine.states import check_state_fits
 from compiled_optim.storage import compute_dtype
 
 REMEDY = "load the checkpoint that belongs to this optimizer and model"
@@ -62,7 +63,7 @@ def read(
             param, name, states = owners[key]
             values = {} if values is None else values
             _check_states(rule, name, param, values, states)
-            state[param] = _convert(param, values, states)
+            state[param] = _convert(param, values, states, rule.number_names)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"the checkpoint has a state for {key!r}, but none of its groups has such a parameter")
         else:
@@ -143,7 +144,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         raise ValueError(f"the state of {name} is {type(values).__name__}, not a dict; {REMEDY}")
     if all(value is None for value in values.values()):
         return
-    missing = [state for state in states if values.get(state) is None]
+    missing = [name for name in (*states, *rule.numbers) if values.get(name) is None]
     if rule.counts_steps and "step" not in values:
         missing.append("step")
     if missing:
@@ -159,19 +160,22 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             check_state_fits(lambda: name, param, state, value, REMEDY)
     if rule.counts_steps and step_count(values["step"]) is None:
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
+    for number in rule.numbers:
+        if as_number(values[number]) is None:
+            raise ValueError(f"{number!r} of {name} is {values[number]!r}, not a number; {REMEDY}")
 
 
-def _convert(param: Tensor, value: Any, states: Sequence[str], key: object = None) -> Any:
-    """Return a state on the device of its parameter.
+def _convert(param: Tensor, value: Any, states: Sequence[str], numbers: Sequence[str], key: object = None) -> Any:
+    """Return a state on the device of its parameter; ``numbers`` are the names of those that stay on the host.
 
     Its dtype is that of the parameter or, if it was saved in a wider one, that in which the step computes. Integers are
     converted if they are one of the rule's ``states``; a user's own stay integers.
     """
     if isinstance(value, dict):
-        return {key: _convert(param, item, states, key) for key, item in value.items()}
+        return {key: _convert(param, item, states, numbers, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_convert(param, item, states) for item in value)
-    if not isinstance(value, Tensor) or key == "step":  # the step count stays on the host
+        return type(value)(_convert(param, item, states, numbers) for item in value)
+    if not isinstance(value, Tensor) or key in numbers:
         return value
     dtype = value.dtype
     if value.is_complex() and param.is_complex():

@@ -13,6 +13,7 @@ from compiled_optim.backends import BoundArguments, BoundBatch, BoundCall
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.clipping import GradScaling
+from compiled_optim.engine.numbers import Numbers, StepCounters, place_number
 from compiled_optim.engine.rows import RowReader, Rows
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.tensors import picker
@@ -37,17 +38,19 @@ class BoundBucket:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self.copied: list[Entry] = []
         limit = None if rule.counts_steps else int(bool(program.states))  # 1 means that there are states
-        counters = states.StepCounters([entry.steps for entry in entries], limit)
-        initial = {name: rule.initial_values.get(name, 0.0) for name in program.states}
-        kept, steps = [], []
+        counters = StepCounters([entry.steps for entry in entries], limit)
+        numbers = [Numbers(values) for values in zip(*(entry.numbers for entry in entries), strict=True)]
+        named = {"step": counters.public} if rule.counts_steps else {}
+        named |= zip(rule.numbers, numbers, strict=True)
+        initial = {i: rule.initial_states(bucket.groups[i], program.states) for i in bucket.group_numbers}
+        kept, placed = [], []
         taken: set[int] = set()
-        for entry, step in zip(entries, counters.tensors, strict=True):
-            values = state[entry.param] if rule.counts_steps or initial else {}
-            if rule.counts_steps:
-                steps.append(states.place_step(values, step, taken))
-            kept.append(states.materialize_states(values, entry.param, entry.local, initial, bucket.rows))
-        self.states = [*steps, *(tensor for tensors in kept for tensor in tensors)]
-        self.scalar_rows = Rows(bucket, counters, readers)
+        for i, entry in enumerate(entries):
+            values = state[entry.param] if named or program.states else {}
+            placed += [place_number(values, name, own.tensors[i], taken) for name, own in named.items()]
+            kept.append(states.materialize_states(values, entry.param, entry.local, initial[entry.group], bucket.rows))
+        self.states = [*placed, *(tensor for tensors in kept for tensor in tensors)]
+        self.scalar_rows = Rows(bucket, counters, numbers, readers)
         totals = None
         if bucket.sums:
             totals = torch.zeros(bucket.sums, len(entries), dtype=bucket.sum_dtype, device=bucket.device)

@@ -11,11 +11,17 @@ import torch
 
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
+from compiled_optim.engine.numbers import Numbers, StepCounters
 from compiled_optim.engine.rule import Group, Rule, by_name, declaration
-from compiled_optim.engine.states import StepCounters
 
 GROUP_SHIFT = 48
-"""A key of a row is the number of the group, shifted by this many bits, plus the step count."""
+"""A key of a row is the number of the group, shifted by this many bits, plus the step count.
+
+If the rule keeps numbers, the key is a tuple of this and the numbers.
+"""
+
+Reading = tuple[list[float], tuple[float, ...]]
+"""The scalars of a step, and the numbers of the parameters after it."""
 
 
 class RowReader:
@@ -29,10 +35,16 @@ class RowReader:
         self._flags = _getter(tuple(name for name, _ in variant.flags))
         self._flag_values = tuple(value for _, value in variant.flags)
         self._optional = [(name, name in variant.states) for name in optional]
+        self._numbers = _getter(tuple(rule.numbers))
 
-    def read(self, step: int) -> list[float] | None:
-        """Return the values for this step; None if the hyperparameters now select another program."""
+    def read(self, step: int, numbers: tuple[float, ...]) -> Reading | None:
+        """Return the values for this step; None if the hyperparameters now select another program.
+
+        ``numbers`` are those of the parameters before the step.
+        """
         rule, group, variant = self._rule, self._group, self._variant
+        if numbers:
+            group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
         derived = rule.derived(group, step)
         known = by_name(group, derived)
         if (
@@ -44,7 +56,7 @@ class RowReader:
         for name, is_kept in self._optional:
             if bool(derived.get(name)) != is_kept:
                 return None
-        return [*map(float, self._values(known))]
+        return [*map(float, self._values(known))], self._numbers(known)
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -55,17 +67,20 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, 
 
 
 class Rows:
-    """The rows of a bucket: one for each group and step count that its parameters have.
+    """The rows of a bucket: one for each group, step count and numbers that its parameters have.
 
     ``groups`` are the numbers of the groups of the rows. ``inv_scale`` unscales all gradients. ``grad_scale`` is a
     further factor of the gradients of each row.
     """
 
-    def __init__(self, bucket: Bucket, counters: StepCounters, readers: Sequence[RowReader]) -> None:
-        """``readers`` are those of all groups."""
+    def __init__(
+        self, bucket: Bucket, counters: StepCounters, numbers: Sequence[Numbers], readers: Sequence[RowReader]
+    ) -> None:
+        """``numbers`` are those that the rule keeps in addition to the step count, ``readers`` those of all groups."""
         tensors, dtype = len(bucket.entries), bucket.program.dtype
         self.bucket = bucket
         self.counters = counters
+        self._numbers = numbers
         self._readers = readers
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
         self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
@@ -73,37 +88,63 @@ class Rows:
         self._group_keys = [entry.group << GROUP_SHIFT for entry in bucket.entries]
         self.groups: list[int] = []
         self._steps: list[int] = []
+        self._before: list[tuple[float, ...]] = []
+        self._after: list[tuple[float, ...]] = []
         self._assign()
 
     def fill(self) -> bool:
         """Write the hyperparameters of this step; return False if they need another program, or counts have changed."""
-        if not self.counters.are_unchanged():
+        if not self.counters.are_unchanged() or not all(map(Numbers.are_unchanged, self._numbers)):
             return False
-        values = []
-        for number, steps in zip(self.groups, self._steps, strict=True):
-            row = self._readers[number].read(steps + 1)
+        values, after = [], []
+        for number, steps, before in zip(self.groups, self._steps, self._before, strict=True):
+            row = self._readers[number].read(steps + 1, before)
             if row is None:
                 return False
-            values.append(row)
+            values.append(row[0])
+            after.append(row[1])
         self.scalars.fill(values)
+        self._after = after
         return True
 
     def advance(self, present: Sequence[bool] | None) -> None:
         """Count a step of the parameters that are ``present``; None means all."""
         were_equal = self.counters.are_equal
         self.counters.advance(present)
+        if self._numbers:
+            self._advance_numbers(present)
         if present is None and were_equal:
             self._steps = [self.counters.counts[0]] * len(self.groups)
         else:
             self._assign()
 
+    def _advance_numbers(self, present: Sequence[bool] | None) -> None:
+        """Keep the numbers after this step, of the parameters that are ``present``. With all of them, rows stay."""
+        row_of = self.scalars.row_of
+        for place, numbers in enumerate(self._numbers):
+            after = [row[place] for row in self._after]
+            if present is None and len(after) == 1:
+                numbers.write_all(after[0])
+            elif present is None:
+                numbers.write(map(after.__getitem__, row_of))
+            else:
+                own = zip(present, row_of, numbers.values, strict=True)
+                numbers.write([after[row] if here else number for here, row, number in own])
+        if present is None:
+            firsts = [row_of.index(row) for row in range(len(self.groups))]
+            self._before = [tuple(numbers.values[first] for numbers in self._numbers) for first in firsts]
+
     def _assign(self) -> None:
-        """Give each parameter the row of its group and step count."""
-        keys = list(map(add, self._group_keys, self.counters.counts))
+        """Give each parameter the row of its group, step count and numbers."""
+        keys: list[Any] = list(map(add, self._group_keys, self.counters.counts))
+        if self._numbers:
+            keys = list(zip(keys, *(numbers.values for numbers in self._numbers), strict=True))
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         self.scalars.row_of[:] = array("q", map(rows.__getitem__, keys))
-        groups = [key >> GROUP_SHIFT for key in rows]
-        self._steps = [key & ((1 << GROUP_SHIFT) - 1) for key in rows]
+        counts: list[int] = [key[0] for key in rows] if self._numbers else list(rows)
+        self._before = [key[1:] for key in rows] if self._numbers else [()] * len(rows)
+        groups = [count >> GROUP_SHIFT for count in counts]
+        self._steps = [count & ((1 << GROUP_SHIFT) - 1) for count in counts]
         if groups != self.groups:
             self.groups = groups
             signs = [-1.0 if self.bucket.groups[number]["maximize"] else 1.0 for number in groups]

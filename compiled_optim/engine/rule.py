@@ -7,7 +7,7 @@ users.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -95,8 +95,15 @@ class Rule:
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
-    initial_values: ClassVar[Mapping[str, float]] = {}
-    """The initial values of states, if not zero."""
+    initial_values: ClassVar[Mapping[str, float | str]] = {}
+    """The initial values of states, if not zero. A string is the name of a hyperparameter with that value."""
+
+    numbers: ClassVar[Mapping[str, float | str]] = {}
+    """Numbers that each parameter keeps in addition to ``step``, and their initial values as in ``initial_values``.
+
+    In the state they are 0-dim tensors. :meth:`derived` gets them as entries of the group. What it returns under the
+    name of a number is its value after the step.
+    """
 
     sparse_alternative: ClassVar[str] = "SparseAdam"
     """The optimizer of torch.optim that the message about sparse gradients recommends. No rule takes them."""
@@ -127,9 +134,23 @@ class Rule:
         """Return the clips that are applied to the gradients of a group in one dtype, in order."""
         return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
 
+    def initial_states(self, group: Group, names: Iterable[str]) -> dict[str, float]:
+        """Return the initial values of these states for a group."""
+        return {name: _initial(group, self.initial_values.get(name, 0.0)) for name in names}
+
+    def initial_numbers(self, group: Group) -> dict[str, float]:
+        """Return the initial values of :attr:`numbers` for a group."""
+        return {name: _initial(group, value) for name, value in self.numbers.items()}
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """The names of all numbers in the state of a parameter."""
+        return ("step", *self.numbers)
+
     def row(self, group: Group, step: int) -> Row:
-        """Return the hyperparameters of this step, and the variant they select."""
+        """Return the hyperparameters of a step, and the variant they select. Numbers have their initial values."""
         states, optional, keywords = declaration(type(self).update)
+        group = {**group, **self.initial_numbers(group)}
         derived = self.derived(group, step)
         known = by_name(group, derived)
         scalars: dict[str, float] = {}
@@ -166,3 +187,8 @@ class Rule:
             "or return its value from derived(); a state is an argument before the `*`"
         )
         return RuleError(f"{rule.__name__}.update takes {name!r}, but it has no value", definition(rule.update), remedy)
+
+
+def _initial(group: Group, value: float | str) -> float:
+    """Return an initial value, which may be that of a hyperparameter."""
+    return float(group[value] if isinstance(value, str) else value)

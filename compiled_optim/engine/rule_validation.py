@@ -65,6 +65,8 @@ def check_rule(rule: Rule, group: Group) -> None:
     if is_ours(type(rule)):
         return
     _check_signature(rule)
+    _check_numbers(rule, group)
+    group = {**group, **rule.initial_numbers(group)}
     first, second = (_derived(rule, group, step) for step in (1, 2))
     name = f"{type(rule).__name__}.derived"
     where = definition(rule.derived)
@@ -79,7 +81,8 @@ def check_rule(rule: Rule, group: Group) -> None:
         raise RuleError(f"{name} returns other names in the second step than in the first", where, remedy)
     states, optional, keywords = declaration(type(rule).update)
     inherited = is_ours(rule.derived)  # the formula of a subclass may need fewer values
-    for key in [key for key in first if key not in optional and key not in keywords and not inherited]:
+    taken = {*optional, *keywords, *rule.numbers}
+    for key in [key for key in first if key not in taken and not inherited]:
         what = f"{type(rule).__name__}.update does not take {key!r}, which derived() returns"
         raise RuleError(
             what, definition(rule.update), "add it as a keyword-only argument of update, or do not return it"
@@ -88,6 +91,9 @@ def check_rule(rule: Rule, group: Group) -> None:
         if not isinstance(first.get(state), bool):
             what = f"{type(rule).__name__} does not define when it keeps the optional state {state!r}"
             raise RuleError(what, where, f"return a bool of that name from derived(): {{{state!r}: ...}}")
+    for number in sorted(rule.numbers.keys() - first.keys()):
+        what = f"{type(rule).__name__} never changes the number {number!r}"
+        raise RuleError(what, where, f"return its value after the step from derived(): {{{number!r}: ...}}")
     if rule.counts_steps and "step" in states:
         what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has this name"
         raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")
@@ -116,6 +122,19 @@ def _check_signature(rule: Rule) -> None:
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default not in (parameter.empty, None):
             what = f"the state {parameter.name!r} of {name}.update has the default {parameter.default!r}"
             raise RuleError(what, where, "only None is allowed, for an optional state; see initial_values")
+
+
+def _check_numbers(rule: Rule, group: Group) -> None:
+    """Raise RuleError if the rule keeps numbers without a step count, or an initial value is of no hyperparameter."""
+    name, where = type(rule).__name__, definition(rule.update)
+    for member, declared in (("initial_values", rule.initial_values), ("numbers", rule.numbers)):
+        for key, value in declared.items():
+            if isinstance(value, str) and value not in group:
+                what = f"{name}.{member} starts {key!r} at {value!r}, but no group has such a hyperparameter"
+                raise RuleError(what, where, "name an entry of the defaults, or give the value")
+    if rule.numbers and not rule.counts_steps:
+        what = f"{name} keeps the numbers {list(rule.numbers)}, but counts no steps"
+        raise RuleError(what, where, "set counts_steps = True")
 
 
 def _derived(rule: Rule, group: Group, step: int) -> Mapping[str, Any]:

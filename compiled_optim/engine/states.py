@@ -1,32 +1,21 @@
-"""The state in torch's format: for each parameter a dict of tensors, with a ``step`` if the rule counts steps.
-
-The ``step`` tensors of parameters that are stepped together are elements of one tensor. The exact counts are kept
-beside them.
-"""
+"""The state in torch's format: for each parameter a dict of tensors. ``numbers`` has those with one element."""
 
 from __future__ import annotations
 
-import copy
-import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from operator import add
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.engine import layout
+from compiled_optim.engine.numbers import REMEDY, step_count
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import placement, shard_like
-from compiled_optim.engine.tensor_types import is_fake, local_shard
-from compiled_optim.modes import outside_of_modes
+from compiled_optim.engine.tensor_types import local_shard
 
 State = dict[Tensor, Any]
 """``optimizer.state``: for each parameter a dict of its states by name."""
-
-REMEDY = "load the checkpoint that belongs to this model, or delete the entry from optimizer.state to start fresh"
 
 
 def kept_dtypes(
@@ -81,75 +70,6 @@ def steps_taken(
     return count
 
 
-def step_count(step: object) -> int | None:
-    """Return a number of steps, which is a tensor in torch and an int in torch_npu; None if it is no such number."""
-    if isinstance(step, Tensor):
-        with outside_of_modes():
-            step = step.item() if step.numel() == 1 and not is_fake(step) else None
-    if isinstance(step, int | float) and math.isfinite(step) and step >= 0 and step == int(step):
-        return int(step)
-    return None
-
-
-class StepCounters:
-    """The step counts of the parameters of a bucket: exact integers, and the ``step`` tensors of the state.
-
-    ``tensors`` are the elements of one tensor, so user code that changes one of them by any means is detected by
-    comparing the memory. Counts stop at ``limit``.
-    """
-
-    def __init__(self, counts: Sequence[int], limit: int | None) -> None:
-        # not the default dtype if it is lower: float32 counts exactly to 2^24, bfloat16 to 256
-        double = torch.get_default_dtype() == torch.float64
-        self.counts = array("q", counts)
-        self.are_equal = len(set(counts)) <= 1
-        self._limit = limit
-        self._public: array[Any] = array("d" if double else "f", counts)
-        with outside_of_modes():
-            self.tensors = torch.frombuffer(self._public, dtype=torch.float64 if double else torch.float32).unbind()
-        self._written = self._public.tobytes()
-
-    def are_unchanged(self) -> bool:
-        """Return True if only this object has written to the ``step`` tensors."""
-        return self._public.tobytes() == self._written
-
-    def advance(self, present: Sequence[bool] | None) -> None:
-        """Count a step of the parameters that are ``present``; None means all."""
-        typecode = self._public.typecode
-        if present is None and self.are_equal:
-            count, number = self.counts[0] + 1, len(self.counts)
-            count = count if self._limit is None else min(count, self._limit)
-            self.counts = array("q", [count]) * number
-            self._public[:] = array(typecode, [count]) * number
-        else:
-            counts = map(add, self.counts, repeat(1) if present is None else present)
-            self.counts = array("q", counts if self._limit is None else map(min, counts, repeat(self._limit)))
-            self.are_equal = len(set(self.counts)) == 1
-            self._public[:] = array(typecode, self.counts)
-        self._written = self._public.tobytes()
-
-
-def place_step(values: dict[str, Any], step: Tensor, taken: set[int]) -> Tensor:
-    """Make ``step`` the step count of a parameter, and return the tensor in its state.
-
-    A tensor that is there already stays the same object: it is pointed to the memory of ``step``. ``taken`` are the ids
-    of the tensors of other parameters.
-    """
-    existing = values.get("step")
-    if (
-        isinstance(existing, Tensor)
-        and existing.device == step.device
-        and existing.ndim == 0
-        and not existing.requires_grad
-        and id(existing) not in taken
-    ):
-        existing.data = step
-        step = existing
-    values["step"] = step
-    taken.add(id(step))
-    return step
-
-
 def materialize_states(
     values: dict[str, Any], param: Tensor, local: Tensor, initial: Mapping[str, float], rows: bool
 ) -> list[Tensor]:
@@ -174,28 +94,17 @@ def materialize_states(
     return found
 
 
-def convert_states(values: Mapping[str, Any], old: torch.dtype, param: Tensor) -> dict[str, Any]:
-    """Return a copy of a parameter's states on its new device.
+def convert_states(
+    values: Mapping[str, Any], old: torch.dtype, param: Tensor, numbers: Collection[str]
+) -> dict[str, Any]:
+    """Return a copy of a parameter's states on its new device. Those with the names ``numbers`` stay as they are.
 
     States in the old dtype of the parameter get the new one; others keep theirs. :func:`materialize_states` sets the
     strides.
     """
     return {
         name: value.to(param.device, param.dtype if value.dtype == old else value.dtype, copy=True)
-        if name != "step" and isinstance(value, Tensor)
+        if name not in numbers and isinstance(value, Tensor)
         else value
         for name, value in values.items()
     }
-
-
-StateT = TypeVar("StateT", bound=dict[Any, Any])
-
-
-def with_own_steps(state: StateT) -> StateT:
-    """Return a copy of a state in which each ``step`` tensor has its own memory."""
-    copied = copy.copy(state)
-    for key, values in state.items():
-        if isinstance(values, dict) and isinstance(values.get("step"), Tensor):
-            with outside_of_modes():
-                copied[key] = {**values, "step": values["step"].clone()}
-    return copied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -56,11 +56,17 @@ class Findings:
         return [move.change for move in self.moves if move.change is not None]
 
 
-def follow(groups: Sequence[Group], state: State, found: Findings, seen: Mapping[Tensor, Description]) -> None:
+def follow(
+    groups: Sequence[Group],
+    state: State,
+    found: Findings,
+    seen: Mapping[Tensor, Description],
+    numbers: Collection[str],
+) -> None:
     """Update the groups, and convert the states. A parameter whose shape changed gets a new state.
 
-    ``seen`` describes the parameters before they changed. Lists and states are replaced, not edited, so that
-    :class:`Saved` can restore the old ones.
+    ``seen`` describes the parameters before they changed. States with the names ``numbers`` are not converted. Lists
+    and states are replaced, not edited, so that :class:`Saved` can restore the old ones.
     """
     moves: dict[Tensor | None, list[Move]] = {}
     for move in found.moves:
@@ -73,7 +79,7 @@ def follow(groups: Sequence[Group], state: State, found: Findings, seen: Mapping
         before, values = seen.get(move.param), state.pop(move.param, None)
         for heir in move.heirs:
             if values is not None and before is not None and before.shape == heir.shape:
-                state[heir] = convert_states(values, before.dtype, heir)
+                state[heir] = convert_states(values, before.dtype, heir, numbers)
 
 
 def _update_lists(

@@ -7,7 +7,7 @@ That a parameter was replaced, removed or renamed can be seen only in a watched 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from compiled_optim.guard.watch import Watch
 class Tracker:
     """The record of one optimizer. It is replaced as a whole, so an interrupt leaves the old record or the new one."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Collection[str]) -> None:
+        """``numbers`` are the names of states that stay on the host, in their dtype."""
+        self._numbers = numbers
         self.record = Record({}, (), ())
 
     def watch(self, module: nn.Module) -> None:
@@ -76,7 +78,7 @@ class Tracker:
 
     def apply(self, groups: Sequence[Group], state: State, found: Findings) -> None:
         """Update the groups, and convert the states. A parameter whose shape changed gets a new state."""
-        follow(groups, state, found, self.record.seen)
+        follow(groups, state, found, self.record.seen, self._numbers)
 
     def accept(self, groups: Sequence[Group], found: Findings) -> None:
         """Record the parameters and modules as they are now. ``found`` was followed."""

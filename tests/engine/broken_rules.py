@@ -202,6 +202,34 @@ class NamesAStateStep(Momentum):
         p -= lr * g
 
 
+class StartsAtAnUnknownHyperparameter(Momentum):
+    initial_values = {"buffer": "rate"}  # noqa: RUF012
+
+    @staticmethod  # HERE
+    def update(p, g, buffer, *, lr, momentum):
+        buffer.ema_(g, momentum)
+        p -= lr * buffer
+
+
+class NeverChangesANumber(Momentum):
+    numbers = {"total": 0.0}  # noqa: RUF012
+
+    def derived(self, group, step):  # HERE
+        return {"momentum": 0.9}
+
+
+class KeepsANumberWithoutSteps(Momentum):
+    counts_steps = False
+    numbers = {"total": 0.0}  # noqa: RUF012
+
+    def derived(self, group, step):
+        return {"momentum": 0.9, "total": group["total"] + 1}
+
+    @staticmethod  # HERE
+    def update(p, g, *, lr, momentum):
+        p -= lr * g
+
+
 class TakesAnything(Momentum):
     @staticmethod  # HERE
     def update(p, g, *, lr, **rest):
@@ -247,6 +275,9 @@ BROKEN = [
     (DoesNotSayWhenAStateIsKept, "does not define when it keeps the optional state 'buffer'", "{'buffer': ...}"),
     (GivesAStateAnInitialValue, "the state 'buffer'", "initial_values"),
     (NamesAStateStep, "uses the name 'step' for a state", "rename the state"),
+    (StartsAtAnUnknownHyperparameter, "starts 'buffer' at 'rate', but no group has such", "an entry of the defaults"),
+    (NeverChangesANumber, "never changes the number 'total'", "{'total': ...}"),
+    (KeepsANumberWithoutSteps, "keeps the numbers ['total'], but counts no steps", "counts_steps = True"),
     (TakesAnything, "update takes **rest", "each by its name"),
     (TakesNoGradients, "does not take the parameters and the gradients", "update(p, g, states"),
     (NotStatic, "NotStatic.update is not a static method", "@staticmethod"),

@@ -28,6 +28,12 @@ VARIANTS = [
     ("RMSprop", dict(momentum=0.9)),
     ("RMSprop", dict(centered=True)),
     ("RMSprop", dict(momentum=0.9, centered=True)),
+    ("Adamax", {}),
+    ("Adagrad", dict(initial_accumulator_value=0.1, lr_decay=0.1)),
+    ("RAdam", {}),
+    ("Rprop", {}),
+    ("NAdam", {}),
+    ("ASGD", dict(t0=5.0, lambd=0.1)),
 ]
 IDS = ["-".join([name, *options]) for name, options in VARIANTS]
 

@@ -160,7 +160,7 @@ def test_the_optimizers_of_this_package_are_not_tried(monkeypatch):
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_optimizers_of_this_package_would_pass(name, monkeypatch):
     monkeypatch.setattr(rule_validation, "is_ours", lambda thing: False)
-    getattr(co, name)(parameters([(3, 2)]), max_grad_norm=1.0, weight_decay=0.1)
+    getattr(co, name)(parameters([(3, 2)]), **{**CATALOG[name].typical, "max_grad_norm": 1.0})
 
 
 def test_construction_leaves_the_random_state_alone():

@@ -83,5 +83,5 @@ def test_low_precision_is_as_accurate_as_in_torch(name, options, dtype, compiled
     theirs = run(lambda p: getattr(torch.optim, name)(p, **options, foreach=True), dtype)
     ours = run(lambda p: getattr(co, name)(p, **options, compile=compiled), dtype)
     for our, their, true in zip(ours, theirs, truth, strict=True):
-        # 1 % tolerance: if torch also rounds only once, the two errors differ by chance
-        assert distance(our, true) <= 1.01 * distance(their, true)
+        # 2 % tolerance: if torch also rounds only once, the two errors differ by chance
+        assert distance(our, true) <= 1.02 * distance(their, true)

@@ -197,7 +197,7 @@ def test_sparse_gradients_are_refused(name, compiled):
     optimizer = getattr(co, name)(params, compile=compiled)
     params[0].grad = torch.ones(2, 2)
     params[1].grad = torch.ones(2, 2).to_sparse()
-    alternative = "torch.optim.SGD" if name == "SGD" else "SparseAdam"
+    alternative = f"torch.optim.{name}" if name in ("Adagrad", "SGD") else "SparseAdam"
     message = f"^{name} does not support sparse gradients, please consider {alternative} instead: "
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()

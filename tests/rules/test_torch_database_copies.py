@@ -7,6 +7,7 @@ from torch.testing._internal.common_device_type import instantiate_device_type_t
 
 from .torch_database import (
     OPTIMIZER_ROUTES,
+    STATEFUL,
     DatabaseTestCase,
     compiled_and_eager,
     configurations,
@@ -42,8 +43,7 @@ class TestCopies(DatabaseTestCase):
             return {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
 
         params = parameters(dtype)
-        # weight decay: in the cases of the database, gradients are scaled only where there is some
-        optimizer = ours(optim_info, params, compile, weight_decay=0.1, max_grad_norm=1.0)
+        optimizer = ours(optim_info, params, compile, **STATEFUL[optim_info.name], max_grad_norm=1.0)
         run(optimizer, params, range(3))
         for route in OPTIMIZER_ROUTES.values():
             copied = public(route(optimizer))

@@ -32,7 +32,8 @@ class TestSteps(DatabaseTestCase):
             for start in range(0, 20, 5):
                 run(optimizer, pair[0], range(start, start + 5))
                 run(twin, pair[1], range(start, start + 5))
-                self.assert_parity(*pair)
+                # the parameter of one element comes close to zero, but its rounding errors do not
+                self.assert_parity(*pair, scale=0.1)
             self.assert_parity(states(optimizer, pair[0]), states(twin, pair[1]))
             assert optimizer.explain().mode == ("compiled" if compile else "eager")
 
@@ -138,7 +139,7 @@ class TestSteps(DatabaseTestCase):
                 twin.step()
             self.assert_parity(*pair)
             self.assert_parity(states(optimizer, pair[0]), states(twin, pair[1]))
-            if optimizer.defaults["weight_decay"] == 0:
+            if not any(optimizer.defaults.get(name) for name in ("weight_decay", "lambd")):
                 self.assert_same(pair[0], before)
 
     @compiled_and_eager

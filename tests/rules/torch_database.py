@@ -15,7 +15,9 @@ What does not apply to us, and why:
   - "`fused` does not support `differentiable`": ``differentiable=True`` alone is a NotImplementedError here.
 
 * ``differentiable`` configurations, and torch's tests of second-order steps: see above.
-* Sparse gradients (``supports_sparse``, ``metadata_for_sparse``, which torch.optim.SGD has): refused, for all classes.
+* Sparse gradients (``supports_sparse``, ``metadata_for_sparse``, which torch.optim.SGD and Adagrad have): refused, for
+  all classes.
+* States before the first step, which torch.optim.Adagrad creates in its constructor: we create them in the first step.
 * Configurations for CUDA, XPU and MPS: they differ by ``capturable`` and by tensors for lr and betas, all of which
   also work on the CPU, so they are run here, without ``capturable`` for torch, which refuses it on the CPU.
 * Decorators, skips and tolerances of the database: they belong to tests of torch's implementations.
@@ -128,7 +130,9 @@ def run(optimizer, params, steps, schedulers=()):
 
 
 def states(optimizer, params):
-    return [optimizer.state.get(param, {}) for param in params]
+    """Return the states of parameters that were stepped. torch.optim.Adagrad has states before the first step too."""
+    found = [optimizer.state.get(param, {}) for param in params]
+    return [values if values.get("step") != 0 else {} for values in found]
 
 
 def problem(dtype, contiguous=True):

@@ -1,0 +1,128 @@
+"""The entries of optimizers that torch.optim does not have."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from catalog import references
+from catalog.entry import Entry, Measured, Published
+from catalog.references import Formula
+from catalog.refused import BETAS, EPS, LR_AND_DECAY, NAN
+
+ADAMP = Entry(
+    name="AdamP",
+    reference=partial(Formula, formula=references.adamp),
+    parity=(
+        {},
+        {"weight_decay": 0.1, "nesterov": True},
+        {"weight_decay": 0.1, "delta": 5.0, "wd_ratio": 0.3, "eps": 1e-3},
+    ),
+    typical={"weight_decay": 0.01, "delta": 0.9},  # some tensors are projected with this delta, and some are not
+    distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        *BETAS,
+        ({"delta": -0.1}, "Invalid delta value: -0.1"),
+        ({"wd_ratio": NAN}, "Invalid wd_ratio value: nan"),
+    ),
+    float16={"eps": 1e-3},
+    sums="tensor",
+    measured=Measured({"lr": 1e-3, "weight_decay": 1e-2}, states=2, published=(Published("adamp", "AdamP"),)),
+)
+
+LAMB = Entry(
+    name="Lamb",
+    reference=partial(Formula, formula=references.lamb),
+    parity=(
+        {},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "adam": True},
+        {"use_global_grad_norm": True, "weight_decay": 0.1, "maximize": True},
+    ),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+    refused=(*LR_AND_DECAY, *EPS, *BETAS),
+    float16={"eps": 1e-3},
+    sums="tensor",
+    measured=Measured(
+        {"lr": 1e-2, "weight_decay": 1e-2}, states=2, published=(Published("perf.peers", "ForeachLamb"),)
+    ),
+)
+
+BERT_ADAM = Entry(
+    name="BertAdam",
+    reference=partial(Formula, formula=references.bert_adam),
+    parity=(
+        {"max_grad_norm": -1, "weight_decay": 0},
+        *(
+            {"warmup": warmup, "t_total": 15, "schedule": schedule}
+            for schedule in ("warmup_linear", "warmup_cosine", "warmup_constant", "warmup_poly")
+            for warmup in (0.3, -1)
+        ),
+    ),
+    typical={"warmup": 0.1, "t_total": 20},
+    distributed={"lr": 0.01, "max_grad_norm": 0.1, "e": 1e-3},
+    refused=(
+        *LR_AND_DECAY,
+        ({"warmup": 1.0}, "Invalid warmup: 1.0"),
+        ({"warmup": -0.5}, "Invalid warmup: -0.5"),
+        ({"schedule": "cosine"}, "Invalid schedule parameter: cosine"),
+        ({"b1": 1.0}, "Invalid b1 parameter: 1.0"),
+        ({"b2": -0.1}, "Invalid b2 parameter: -0.1"),
+        ({"e": -1.0}, "Invalid epsilon value: -1.0"),
+    ),
+    sums="all gradients",
+    without_norm={"max_grad_norm": -1},
+    measured=Measured(
+        {"lr": 1e-3, "weight_decay": 1e-2},
+        states=2,
+        published=(Published("perf.peers", "ForeachLamb", {"trust": False, "clip": 1.0}),),
+    ),
+)
+
+RMSPROP_TF = Entry(
+    name="RMSpropTF",
+    reference=partial(Formula, formula=references.rmsprop_tf),
+    parity=(
+        {"momentum": 0.0, "centered": False, "eps": 1e-3},
+        {"momentum": 0.0, "centered": True, "eps": 1e-3, "weight_decay": 0.1},
+        {"momentum": 0.9, "centered": False, "eps": 1e-3, "weight_decay": 0.01, "decoupled_decay": True},
+        {"momentum": 0.9, "centered": True, "eps": 1e-3, "lr_in_momentum": False},
+        {
+            "momentum": 0.9,
+            "centered": False,
+            "eps": 1e-3,
+            "weight_decay": 0.1,
+            "lr_in_momentum": False,
+            "maximize": True,
+        },
+    ),
+    typical={"momentum": 0.9, "centered": True},
+    distributed={"lr": 0.01},
+    refused=(*LR_AND_DECAY, *EPS, ({"momentum": NAN}, "Invalid momentum value: nan")),
+    measured=Measured({"lr": 1e-3}, states=1, published=(Published("perf.peers", "ForeachRMSpropTF"),)),
+)
+
+LION = Entry(
+    name="Lion",
+    reference=partial(Formula, formula=references.lion),
+    parity=({}, {"weight_decay": 0.1, "betas": (0.8, 0.95), "maximize": True}),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.001},
+    refused=(*LR_AND_DECAY, *BETAS, ({"betas": (0.9,)}, "Invalid betas: (0.9,); 2 values are needed")),
+)
+
+ADAN = Entry(
+    name="Adan",
+    reference=partial(Formula, formula=references.adan),
+    parity=({}, {"weight_decay": 0.1, "betas": (0.9, 0.7, 0.8), "eps": 1e-3, "maximize": True}),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.01, "eps": 1e-3},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        ({"betas": (0.9, 0.9)}, "Invalid betas: (0.9, 0.9); 3 values are needed"),
+        ({"betas": (0.9, 0.9, 1.0)}, "Invalid beta parameter at index 2: 1.0"),
+    ),
+)

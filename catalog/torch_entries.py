@@ -1,0 +1,201 @@
+"""The entries of optimizers that torch.optim has too."""
+
+from __future__ import annotations
+
+import torch
+
+from catalog.entry import Entry, Measured, Published, combinations
+from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN
+
+NESTEROV = "Nesterov momentum requires a momentum and zero dampening"
+
+SGD = Entry(
+    name="SGD",
+    reference=torch.optim.SGD,
+    parity=tuple(
+        options
+        for options in combinations(
+            momentum=[None, 0.9],
+            dampening=[None, 0.3],
+            nesterov=[None, True],
+            weight_decay=[None, 0.1],
+            maximize=[None, True],
+        )
+        if "momentum" in options or not options.keys() & {"nesterov", "dampening"}
+        if not options.keys() >= {"nesterov", "dampening"}
+    ),
+    typical={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    distributed={"lr": 0.02, "momentum": 0.9},
+    refused=(
+        *LR_AND_DECAY,
+        ({"momentum": -0.5}, "Invalid momentum value: -0.5"),
+        ({"momentum": NAN}, "Invalid momentum value: nan"),
+        ({"nesterov": True}, NESTEROV),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, NESTEROV),
+    ),
+    fused=True,
+    tolerance=(1e-12, 2e-6),
+    measured=Measured({"lr": 1e-2, "momentum": 0.9}, states=1, clip=1.0, published=(Published("optimi", "SGD"),)),
+)
+
+ADAM_PARITY = combinations(amsgrad=[None, True], weight_decay=[0, 0.1], maximize=[None, True])
+OPTIMI = {"betas": (0.9, 0.999), "eps": 1e-8, "kahan_sum": False}
+
+ADAM = Entry(
+    name="Adam",
+    reference=torch.optim.Adam,
+    parity=ADAM_PARITY,
+    typical={"weight_decay": 0.01, "amsgrad": True},
+    distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        *BETAS,
+        ({"betas": (0.9, torch.tensor(0.9))}, "betas must be either both floats or both Tensors"),
+        ({"betas": (torch.ones(2) / 2, torch.ones(2) / 2)}, "Tensor betas[0] must be 1-element"),
+    ),
+    fused=True,
+    tolerance=(1e-12, 2e-6),
+    float16={"eps": 1e-3},
+    measured=Measured(
+        {"lr": 1e-3},
+        states=2,
+        published=(
+            Published("optimi", "Adam", OPTIMI),
+            Published("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False, "fp32_optimizer_states": False}),
+        ),
+    ),
+)
+
+ADAMW = Entry(
+    name="AdamW",
+    reference=torch.optim.AdamW,
+    parity=ADAM_PARITY,
+    typical={},
+    distributed={"lr": 0.01, "eps": 1e-3},
+    refused=(*LR_AND_DECAY, *EPS, *BETAS),
+    fused=True,
+    tolerance=(1e-12, 2e-6),
+    float16={"eps": 1e-3},
+    measured=Measured(
+        {"lr": 1e-3, "weight_decay": 1e-2},
+        states=2,
+        clip=1.0,
+        published=(
+            Published("heavyball", "AdamW", {"betas": (0.9, 0.999), "eps": 1e-8}),
+            Published("optimi", "AdamW", OPTIMI),
+            Published("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"fp32_optimizer_states": False}),
+        ),
+    ),
+)
+
+ADADELTA = Entry(
+    name="Adadelta",
+    reference=torch.optim.Adadelta,
+    parity=({}, {"weight_decay": 0.1, "rho": 0.8, "maximize": True}),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.5},
+    refused=(*LR_AND_DECAY, *EPS, ({"rho": 1.5}, "Invalid rho value: 1.5")),
+    measured=Measured({"lr": 1.0}, states=2),
+)
+
+RMSPROP = Entry(
+    name="RMSprop",
+    reference=torch.optim.RMSprop,
+    parity=combinations(momentum=[0, 0.9], centered=[False, True], weight_decay=[0, 0.1], eps=[1e-2]),
+    typical={"momentum": 0.9, "centered": True},
+    distributed={"lr": 0.01, "momentum": 0.9, "eps": 1e-3},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        ({"alpha": -0.5}, "Invalid alpha value: -0.5"),
+        ({"momentum": -0.5}, "Invalid momentum value: -0.5"),
+    ),
+    measured=Measured({"lr": 1e-3}, states=1),
+)
+
+ADAMAX = Entry(
+    name="Adamax",
+    reference=torch.optim.Adamax,
+    parity=({}, {"weight_decay": 0.1, "betas": (0.8, 0.9), "maximize": True}),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.01, "eps": 1e-3},
+    refused=(*LR_AND_DECAY, *EPS, *BETAS),
+    tolerance=(1e-12, 2e-6),
+    measured=Measured({"lr": 2e-3}, states=2),
+)
+
+ADAGRAD = Entry(
+    name="Adagrad",
+    reference=torch.optim.Adagrad,
+    parity=({}, {"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True}),
+    typical={"weight_decay": 0.01, "lr_decay": 0.01, "initial_accumulator_value": 0.1},
+    distributed={"lr": 0.1, "eps": 1e-3},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        ({"lr_decay": -0.5}, "Invalid lr_decay value: -0.5"),
+        ({"initial_accumulator_value": NAN}, "Invalid initial_accumulator_value value: nan"),
+    ),
+    fused=True,
+    tolerance=(1e-12, 2e-6),
+    float16={"eps": 1e-3},
+    measured=Measured({"lr": 1e-2}, states=1),
+)
+
+RADAM = Entry(
+    name="RAdam",
+    reference=torch.optim.RAdam,
+    parity=(
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+        {"betas": (0.9, 0.5)},  # never uses the second moment; the others use it from the sixth step on
+    ),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.01, "eps": 1e-3},
+    refused=(*LR_AND_DECAY, *EPS, *BETAS),
+    tolerance=(1e-12, 2e-6),
+    float16={"eps": 1e-3},
+    measured=Measured({"lr": 1e-3}, states=2),
+)
+
+RPROP = Entry(
+    name="Rprop",
+    reference=torch.optim.Rprop,
+    parity=({}, {"etas": (0.3, 1.7), "step_sizes": (0.02, 0.3), "maximize": True}),
+    typical={"step_sizes": (0.001, 0.5)},
+    distributed={"lr": 0.01},
+    refused=(
+        *LR,
+        *(({"etas": etas}, f"Invalid eta values: {etas[0]}, {etas[1]}") for etas in [(0.0, 1.2), (0.5, 1.0), (NAN, 2)]),
+    ),
+    tolerance=(1e-12, 2e-6),
+    measured=Measured({"lr": 1e-3}, states=2),
+)
+
+NADAM = Entry(
+    name="NAdam",
+    reference=torch.optim.NAdam,
+    parity=(
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+        {"momentum_decay": 0.1, "betas": (0.8, 0.9)},
+    ),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.01, "eps": 1e-3},
+    refused=(*LR_AND_DECAY, *EPS, *BETAS, ({"momentum_decay": -0.1}, "Invalid momentum_decay value: -0.1")),
+    tolerance=(1e-12, 2e-6),
+    float16={"eps": 1e-3},
+    measured=Measured({"lr": 2e-3}, states=2),
+)
+
+ASGD = Entry(
+    name="ASGD",
+    reference=torch.optim.ASGD,
+    parity=({}, {"lambd": 0.1, "alpha": 0.5, "t0": 5.0, "weight_decay": 0.1, "maximize": True}),
+    typical={"weight_decay": 0.01, "t0": 2.0, "lambd": 0.01},
+    distributed={"lr": 0.1, "t0": 2.0},
+    refused=LR_AND_DECAY,
+    tolerance=(1e-12, 2e-6),
+    measured=Measured({"lr": 1e-2}, states=1),
+)
