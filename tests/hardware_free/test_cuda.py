@@ -49,6 +49,12 @@ RMSprop              1 launches, 1 copies
 RMSpropTF            1 launches, 1 copies
 Lion                 1 launches, 1 copies
 Adan                 1 launches, 1 copies
+Adamax               1 launches, 1 copies
+Adagrad              1 launches, 1 copies
+RAdam                1 launches, 1 copies
+Rprop                1 launches, 1 copies
+NAdam                1 launches, 1 copies
+ASGD                 1 launches, 1 copies
 AdamW clipped        4 launches, 2 copies
 SGD clipped          4 launches, 2 copies
 BertAdam, one group  4 launches, 2 copies
@@ -97,6 +103,12 @@ RMSprop[float32, table] update                  76  74,  0, 16, 16
 RMSpropTF[float32, table] update                71  71,  0, 16, 16
 Lion[float32, table] update                     32  32,  0, 16, 16
 Adan[float32, table] update                     86  87,  0, 16, 16
+Adamax[float32, table] update                   58  57,  0, 16, 16
+Adagrad[float32, table] update                  40  40,  0, 16, 16
+RAdam[float32, table] update                    64  64,  0, 16, 16
+Rprop[float32, table] update                    55  48,  0, 16, 16
+NAdam[float32, table] update                    64  64,  0, 16, 16
+ASGD[float32, table] update                     31  30,  0, 16, 16
 AdamW[float32, scaled, table] update            64  64,  0, 16, 16
 AdamP[float32, rows, measure, table] measure    78  80,  0, 16,  4
 AdamP[float32, rows, finish, table] update      55  55,  0, 16, 16
