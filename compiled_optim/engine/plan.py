@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from operator import is_
@@ -41,8 +42,12 @@ class BoundBucket:
         initial = {name: rule.initial_values.get(name, 0.0) for name in program.states}
         kept, steps = [], []
         taken: set[int] = set()
-        for entry, step in zip(entries, counters.tensors, strict=True):
+        self._state = state
+        self._created: list[int] = []
+        for i, (entry, step) in enumerate(zip(entries, counters.tensors, strict=True)):
             values = state[entry.param] if rule.counts_steps or initial else {}
+            if not values:
+                self._created.append(i)
             if rule.counts_steps:
                 steps.append(states.place_step(values, step, taken))
             kept.append(states.materialize_states(values, entry.param, entry.local, initial, bucket.rows))
@@ -85,7 +90,10 @@ class BoundBucket:
         return [i for i, view in self._grad_views.items() if view.func is _converted]
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
-        """Update the parameters and states in place. ``some_absent`` is True if a gradient may be None."""
+        """Update the parameters and states in place. ``some_absent`` is True if a gradient may be None.
+
+        If an exception ends the update, such as KeyboardInterrupt, the steps of updated parameters are counted.
+        """
         for copy, param in self._copies:
             copy.copy_(param)
         if self._measure is not None:
@@ -93,10 +101,34 @@ class BoundBucket:
             assert self.bucket.shards is not None
             assert self._totals is not None
             self.bucket.shards.all_reduce_(self._totals)
-        self._update(grads)
+        present = [grad is not None for grad in grads] if some_absent else None
+        before, runs = self.scalar_rows.counters.counts, self._update.runs[:]
+        counts = self.scalar_rows.counters.after(present)
+        try:
+            self._update(grads)
+            self._finish(counts, present is None)
+            self._created = []
+        except BaseException:
+            self._finish_updated(self._update.updated_since(runs, len(grads)), before, counts)
+            raise
+
+    def _finish(self, counts: array[int], in_step: bool) -> None:
+        """Write to parameters that are not dense, and count the step. The call can be repeated."""
         for copy, param in self._copies:
             param.copy_(copy)
-        self.scalar_rows.advance([grad is not None for grad in grads] if some_absent else None)
+        self.scalar_rows.set_counts(counts, in_step)
+
+    def _finish_updated(self, updated: Sequence[bool], before: Sequence[int], counts: Sequence[int]) -> None:
+        """Finish an update that has ended early, for the parameters that are updated."""
+        if any(updated):
+            partly = [new if is_updated else old for is_updated, old, new in zip(updated, before, counts, strict=True)]
+            self._finish(array("q", partly), False)
+            self._created = [i for i in self._created if not updated[i]]
+
+    def remove_unused_states(self) -> None:
+        """Remove the states that were created for parameters which are not updated yet."""
+        for i in self._created:
+            self._state.pop(self.bucket.entries[i].param, None)
 
     def _updated(self, entry: Entry) -> Tensor:
         """Return the tensor that is updated: the parameter itself, or a copy if it is not dense."""
@@ -205,8 +237,6 @@ class Plan:
         norm = None
         if unscale is not None or self.scaling.clips:
             norm = self.scaling.run([bucket.scalar_rows for bucket in self.buckets], picked, unscale)
-        for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
-            bucket.run(bucket_grads, some_absent)
         # compiled code writes through pointers, so autograd's version counters are incremented here
         written = self._written
         if some_absent:
@@ -214,7 +244,14 @@ class Plan:
         if unscale is not None:
             written = [*written, *(grad for own in picked for grad in own if grad is not None)]
         torch.autograd.graph.increment_version(written)
+        for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
+            bucket.run(bucket_grads, some_absent)
         return norm
+
+    def remove_unused_states(self) -> None:
+        """Remove the states that were created for parameters which are not updated yet, after a step that failed."""
+        for bucket in self.buckets:
+            bucket.remove_unused_states()
 
     def _unscale_converted(self, grads: Sequence[Tensor | None], unscale: Tensor) -> None:
         """Unscale gradients of which the calls have converted copies. The calls unscale the others themselves."""

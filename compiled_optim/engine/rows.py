@@ -88,13 +88,13 @@ class Rows:
         self.scalars.fill(values)
         return True
 
-    def advance(self, present: Sequence[bool] | None) -> None:
-        """Count a step of the parameters that are ``present``; None means all."""
-        were_equal = self.counters.are_equal
-        self.counters.advance(present)
-        if present is None and were_equal:
-            self._steps = [self.counters.counts[0]] * len(self.groups)
+    def set_counts(self, counts: array[int], in_step: bool) -> None:
+        """Write new step counts. ``in_step`` is True if all have advanced together. The call can be repeated."""
+        if in_step and self.counters.are_equal:
+            self.counters.set(counts, True)
+            self._steps = [counts[0]] * len(self.groups)
         else:
+            self.counters.set(counts, len({*counts}) == 1)
             self._assign()
 
     def _assign(self) -> None:

@@ -113,19 +113,19 @@ class StepCounters:
         """Return True if only this object has written to the ``step`` tensors."""
         return self._public.tobytes() == self._written
 
-    def advance(self, present: Sequence[bool] | None) -> None:
-        """Count a step of the parameters that are ``present``; None means all."""
-        typecode = self._public.typecode
+    def after(self, present: Sequence[bool] | None) -> array[int]:
+        """Return the counts after a step of the parameters that are ``present``; None means all."""
         if present is None and self.are_equal:
-            count, number = self.counts[0] + 1, len(self.counts)
-            count = count if self._limit is None else min(count, self._limit)
-            self.counts = array("q", [count]) * number
-            self._public[:] = array(typecode, [count]) * number
-        else:
-            counts = map(add, self.counts, repeat(1) if present is None else present)
-            self.counts = array("q", counts if self._limit is None else map(min, counts, repeat(self._limit)))
-            self.are_equal = len(set(self.counts)) == 1
-            self._public[:] = array(typecode, self.counts)
+            count = self.counts[0] + 1
+            return array("q", [count if self._limit is None else min(count, self._limit)]) * len(self.counts)
+        counts = map(add, self.counts, repeat(1) if present is None else present)
+        return array("q", counts if self._limit is None else map(min, counts, repeat(self._limit)))
+
+    def set(self, counts: array[int], are_equal: bool) -> None:
+        """Write counts. After an interrupt, the same call can be repeated."""
+        typecode = self._public.typecode
+        self.counts, self.are_equal = counts, are_equal
+        self._public[:] = array(typecode, [counts[0]]) * len(counts) if are_equal else array(typecode, counts)
         self._written = self._public.tobytes()
 
 
