@@ -187,16 +187,30 @@ class BoundCall(NamedTuple):
 
 
 class BoundBatch:
-    """A batch bound to memory. Call it with the gradients of all its tensors; None skips a tensor."""
+    """A batch bound to memory. Call it with the gradients of all its tensors; None skips a tensor.
+
+    ``runs`` counts how often each call has updated its tensors. After an exception, such as KeyboardInterrupt, it tells
+    which tensors are updated and which are not.
+    """
 
     def __init__(self, calls: Sequence[BoundCall]) -> None:
         self.calls = calls
+        self.runs = array("q", bytes(8 * len(calls)))
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Run the program; return the result that :attr:`Program.result` declares."""
-        for _, _, pick, call in self.calls:
+        for number, (_, _, pick, call) in enumerate(self.calls):
             call(pick(grads))
+            self.runs[number] += 1
         return None
+
+    def updated_since(self, runs: Sequence[int], tensors: int) -> list[bool]:
+        """Return for each of its tensors whether it was updated since :attr:`runs` had the given values."""
+        updated = [False] * tensors
+        for call, before, now in zip(self.calls, runs, self.runs, strict=True):
+            for i in call.pick(range(tensors)) if now != before else ():
+                updated[i] = True
+        return updated
 
 
 class Backend(ABC):
@@ -277,6 +291,9 @@ class Backend(ABC):
 
     def get_unit(self, signature: Signature) -> Unit:
         """Return the unit for this signature; compile it on first use."""
+        unit = self._units.get(signature)
+        if unit is not None:
+            return unit
         with self._lock:
             if signature not in self._units:
                 with outside_of_modes():

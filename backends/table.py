@@ -68,7 +68,11 @@ class TableUnit(Unit):
 
 
 class BoundTable:
-    """A table of tensors: the memory that ``Table`` in ``table_driver.cpp`` describes."""
+    """A table of tensors: the memory that ``Table`` in ``table_driver.cpp`` describes.
+
+    ``runs`` counts how often it has run. Native code counts: a signal that arrives during the run raises
+    KeyboardInterrupt before the next line of Python, which could not count it.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class BoundTable:
         self._chunks = cut(shapes, chunk, passes)
         slots = [0, *accumulate(map(len, self._chunks))]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+        self.runs = array("q", [0])
         self._pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
         self._grads = _address(self._pointers)
         self._tensors = {
@@ -101,6 +106,7 @@ class BoundTable:
             "partials": array("d", bytes(8 * slots[-1] * sums)),
             "totals": self._totals,
             "progress": array("q", bytes(8 * count)),
+            "runs": self.runs,
         }
         self._sizes = list(map(math.prod, shapes))
         self._parallel = sum(self._sizes) >= PARALLEL_FROM
@@ -123,6 +129,7 @@ class BoundTable:
 
     def _write_table(self, threads: int) -> None:
         """Write the table for a number of threads."""
+        self._threads = 0  # an interrupt must not leave a table of which a part is freed
         self._queues: dict[str, array[int] | None] = {"queued": None, "queues": None, "cursors": None}
         if threads > 1:
             own = queues(self._sizes, self._chunks, threads)

@@ -31,6 +31,7 @@ from compiled_optim.backends.base import (
     UnitCall,
 )
 from compiled_optim.backends.recording import CannotRecord
+from compiled_optim.backends.table import BoundTable
 from compiled_optim.backends.table_passes import count_unit_sums
 from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
 from compiled_optim.program import Result, TensorLists
@@ -116,9 +117,19 @@ class _OneCall(BoundBatch):
     def __init__(self, call: BoundCall, result: Result) -> None:
         super().__init__([call])
         self._run = call.call
+        if isinstance(call.call, BoundTable):
+            self.runs = call.call.runs
+        else:
+            self._run = self._counted
         self._returns_sum = result is Result.SUM
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Run the program on all tensors that have a gradient."""
         result = self._run(grads)
         return result.view(-1) if self._returns_sum and result is not None else result
+
+    def _counted(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Run a call that does not count its runs itself."""
+        result = self.calls[0].call(grads)
+        self.runs[0] += 1
+        return result

@@ -42,6 +42,7 @@ struct Table {
     double* partials;                  // SUMS of each slot
     double* totals;                    // SUMS of each tensor
     std::atomic<int64_t>* progress;    // of each tensor: chunks measured in this run, or READY
+    int64_t* runs;                     // how often the table was run to the end
 };
 
 constexpr int64_t READY = -1;          // all chunks of a tensor are measured, and totals holds its sums
@@ -133,7 +134,9 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t address;
     if (!read_integers(args, count, 1, &address)) return nullptr;
     Py_BEGIN_ALLOW_THREADS
-    run_table(*reinterpret_cast<const Table*>(address));
+    const Table& table = *reinterpret_cast<const Table*>(address);
+    run_table(table);
+    ++*table.runs;
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

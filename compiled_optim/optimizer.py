@@ -287,11 +287,11 @@ class Optimizer(SavedOptimizer):
             else:
                 comparison, self._comparison = self._comparison, None
                 self.last_grad_norm = stepper.compared_step(comparison, self.param_groups, self._state, unscale)
-        except BaseException:
+            set_grad_enabled(records)
+        except BaseException:  # no finally, because an interrupt at its beginning would skip it
+            set_grad_enabled(records)
             amp.remove_marks(self.__dict__)
             raise
-        finally:
-            set_grad_enabled(records)
 
 
 Optimizer.step.__signature__ = inspect.signature(Optimizer._step)  # type: ignore[attr-defined]

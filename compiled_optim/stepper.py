@@ -77,29 +77,35 @@ class Stepper:
         """
         if is_traced():
             return self._traced_step(groups, state, unscale, only)
-        params = all_params(groups)
-        plan, guard = self._plan, self._guard
-        if guard is None or guard.is_sharded or only is not None:
-            grads = self._collect_grads(params, groups, only)
-        else:
-            grads = [param.grad for param in params]
-        if (
-            plan is None
-            or guard is None
-            or (self.tracker.record.watches and not self.tracker.modules_unchanged())
-            or (match := guard.match(params, grads)) is Match.NONE
-            or not plan.refresh(groups)
-            or (state_was_accessed and not guard.state_holds(state))
-        ):
-            if any(map(is_fake, (*params, *grads))):
-                return self._traced_step(groups, state, unscale, only)
-            make_plan = partial(self._make_plan, params, grads, groups, state, only)
-            plan, grads = self.sync_params(groups, state, make_plan)
-            match = Match.SOME
-        norm = plan.run(grads, match is Match.SOME, unscale)
-        if unscale is not None and has_dtensor(params):
-            for grad in redistributed(all_params(groups)):
-                grad.mul_(unscale.to(grad.device))
+        try:
+            params = all_params(groups)
+            plan, guard = self._plan, self._guard
+            if guard is None or guard.is_sharded or only is not None:
+                grads = self._collect_grads(params, groups, only)
+            else:
+                grads = [param.grad for param in params]
+            if (
+                plan is None
+                or guard is None
+                or (self.tracker.record.watches and not self.tracker.modules_unchanged())
+                or (match := guard.match(params, grads)) is Match.NONE
+                or not plan.refresh(groups)
+                or (state_was_accessed and not guard.state_holds(state))
+            ):
+                if any(map(is_fake, (*params, *grads))):
+                    return self._traced_step(groups, state, unscale, only)
+                make_plan = partial(self._make_plan, params, grads, groups, state, only)
+                plan, grads = self.sync_params(groups, state, make_plan)
+                match = Match.SOME
+            norm = plan.run(grads, match is Match.SOME, unscale)
+            if unscale is not None and has_dtensor(params):
+                for grad in redistributed(all_params(groups)):
+                    grad.mul_(unscale.to(grad.device))
+        except BaseException:
+            if self._plan is not None:
+                self._plan.remove_unused_states()
+            self._plan = None
+            raise
         self._has_stepped = True
         return norm
 

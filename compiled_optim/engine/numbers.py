@@ -82,18 +82,21 @@ class StepCounters:
         """Return True if only this object has written to the ``step`` tensors."""
         return self.public.are_unchanged()
 
-    def advance(self, present: Sequence[bool] | None) -> None:
-        """Count a step of the parameters that are ``present``; None means all."""
+    def after(self, present: Sequence[bool] | None) -> array[int]:
+        """Return the counts after a step of the parameters that are ``present``; None means all."""
         if present is None and self.are_equal:
             count = self.counts[0] + 1
-            count = count if self._limit is None else min(count, self._limit)
-            self.counts = array("q", [count]) * len(self.counts)
-            self.public.write_all(count)
+            return array("q", [count if self._limit is None else min(count, self._limit)]) * len(self.counts)
+        counts = map(add, self.counts, repeat(1) if present is None else present)
+        return array("q", counts if self._limit is None else map(min, counts, repeat(self._limit)))
+
+    def set(self, counts: array[int], are_equal: bool) -> None:
+        """Write counts. After an interrupt, the same call can be repeated."""
+        self.counts, self.are_equal = counts, are_equal
+        if are_equal:
+            self.public.write_all(counts[0])
         else:
-            counts = map(add, self.counts, repeat(1) if present is None else present)
-            self.counts = array("q", counts if self._limit is None else map(min, counts, repeat(self._limit)))
-            self.are_equal = len(set(self.counts)) == 1
-            self.public.write(self.counts)
+            self.public.write(counts)
 
 
 def kept_numbers(

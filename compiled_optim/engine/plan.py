@@ -14,7 +14,7 @@ from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.clipping import GradScaling
 from compiled_optim.engine.numbers import Numbers, StepCounters, place_number
-from compiled_optim.engine.rows import RowReader, Rows
+from compiled_optim.engine.rows import Progress, RowReader, Rows
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.tensors import picker
 
@@ -45,8 +45,13 @@ class BoundBucket:
         initial = {i: rule.initial_states(bucket.groups[i], program.states) for i in bucket.group_numbers}
         kept, placed = [], []
         taken: set[int] = set()
+        self._state = state
+        self._created: list[int] = []
+        keeps_state = bool(named or program.states)
         for i, entry in enumerate(entries):
-            values = state[entry.param] if named or program.states else {}
+            values = state[entry.param] if keeps_state else {}
+            if keeps_state and not values:
+                self._created.append(i)
             placed += [place_number(values, name, own.tensors[i], taken) for name, own in named.items()]
             kept.append(states.materialize_states(values, entry.param, entry.local, initial[entry.group], bucket.rows))
         self.states = [*placed, *(tensor for tensors in kept for tensor in tensors)]
@@ -88,7 +93,10 @@ class BoundBucket:
         return [i for i, view in self._grad_views.items() if view.func is _converted]
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
-        """Update the parameters and states in place. ``some_absent`` is True if a gradient may be None."""
+        """Update the parameters and states in place. ``some_absent`` is True if a gradient may be None.
+
+        If an exception ends the update, such as KeyboardInterrupt, the steps of updated parameters are counted.
+        """
         for copy, param in self._copies:
             copy.copy_(param)
         if self._measure is not None:
@@ -96,10 +104,30 @@ class BoundBucket:
             assert self.bucket.shards is not None
             assert self._totals is not None
             self.bucket.shards.all_reduce_(self._totals)
-        self._update(grads)
+        present = [grad is not None for grad in grads] if some_absent else None
+        before, runs = self.scalar_rows.progress(), self._update.runs[:]
+        after = self.scalar_rows.after(present)
+        try:
+            self._update(grads)
+            self._finish(after, present is None)
+            self._created = []
+        except BaseException:
+            updated = self._update.updated_since(runs, len(grads))
+            if any(updated):
+                self._finish(before.partly(after, updated), False)
+                self._created = [i for i in self._created if not updated[i]]
+            raise
+
+    def _finish(self, progress: Progress, in_step: bool) -> None:
+        """Write to parameters that are not dense, and count the step. The call can be repeated."""
         for copy, param in self._copies:
             param.copy_(copy)
-        self.scalar_rows.advance([grad is not None for grad in grads] if some_absent else None)
+        self.scalar_rows.write(progress, in_step)
+
+    def remove_unused_states(self) -> None:
+        """Remove the states that were created for parameters which are not updated yet."""
+        for i in self._created:
+            self._state.pop(self.bucket.entries[i].param, None)
 
     def _updated(self, entry: Entry) -> Tensor:
         """Return the tensor that is updated: the parameter itself, or a copy if it is not dense."""
@@ -208,8 +236,6 @@ class Plan:
         norm = None
         if unscale is not None or self.scaling.clips:
             norm = self.scaling.run([bucket.scalar_rows for bucket in self.buckets], picked, unscale)
-        for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
-            bucket.run(bucket_grads, some_absent)
         # compiled code writes through pointers, so autograd's version counters are incremented here
         written = self._written
         if some_absent:
@@ -217,7 +243,14 @@ class Plan:
         if unscale is not None:
             written = [*written, *(grad for own in picked for grad in own if grad is not None)]
         torch.autograd.graph.increment_version(written)
+        for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
+            bucket.run(bucket_grads, some_absent)
         return norm
+
+    def remove_unused_states(self) -> None:
+        """Remove the states that were created for parameters which are not updated yet, after a step that failed."""
+        for bucket in self.buckets:
+            bucket.remove_unused_states()
 
     def _unscale_converted(self, grads: Sequence[Tensor | None], unscale: Tensor) -> None:
         """Unscale gradients of which the calls have converted copies. The calls unscale the others themselves."""

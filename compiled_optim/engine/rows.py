@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import add, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,22 @@ If the rule keeps numbers, the key is a tuple of this and the numbers.
 
 Reading = tuple[list[float], tuple[float, ...]]
 """The scalars of a step, and the numbers of the parameters after it."""
+
+
+class Progress(NamedTuple):
+    """The step counts of the parameters of a bucket, and for each number of the rule its values."""
+
+    counts: array[int]
+    numbers: list[array[Any]]
+
+    def partly(self, after: Progress, updated: Sequence[bool]) -> Progress:
+        """Return the progress if only the parameters that are ``updated`` have advanced."""
+        pairs = zip((self.counts, *self.numbers), (after.counts, *after.numbers), strict=True)
+        counts, *numbers = (
+            array(old.typecode, (b if is_updated else a for is_updated, a, b in zip(updated, old, new, strict=True)))
+            for old, new in pairs
+        )
+        return Progress(counts, numbers)
 
 
 class RowReader:
@@ -113,32 +129,37 @@ class Rows:
         self._after = after
         return True
 
-    def advance(self, present: Sequence[bool] | None) -> None:
-        """Count a step of the parameters that are ``present``; None means all."""
-        were_equal = self.counters.are_equal
-        self.counters.advance(present)
-        if self._numbers:
-            self._advance_numbers(present)
-        if present is None and were_equal:
-            self._steps = [self.counters.counts[0]] * len(self.groups)
-        else:
-            self._assign()
+    def progress(self) -> Progress:
+        """Return the step counts and numbers of all parameters."""
+        return Progress(self.counters.counts, [numbers.values[:] for numbers in self._numbers])
 
-    def _advance_numbers(self, present: Sequence[bool] | None) -> None:
-        """Keep the numbers after this step, of the parameters that are ``present``. With all of them, rows stay."""
+    def after(self, present: Sequence[bool] | None) -> Progress:
+        """Return the step counts and numbers after a step of the parameters that are ``present``; None means all."""
+        found = Progress(self.counters.after(present), [])
         row_of = self.scalars.row_of
         for place, numbers in enumerate(self._numbers):
             after = [row[place] for row in self._after]
-            if present is None and len(after) == 1:
-                numbers.write_all(after[0])
-            elif present is None:
-                numbers.write(map(after.__getitem__, row_of))
-            else:
-                own = zip(present, row_of, numbers.values, strict=True)
-                numbers.write([after[row] if here else number for here, row, number in own])
-        if present is None:
-            firsts = [row_of.index(row) for row in range(len(self.groups))]
-            self._before = [tuple(numbers.values[first] for numbers in self._numbers) for first in firsts]
+            values: Iterable[float] = map(after.__getitem__, row_of)
+            if present is not None:
+                own = zip(present, values, numbers.values, strict=True)
+                values = [new if is_present else old for is_present, new, old in own]
+            found.numbers.append(array(numbers.values.typecode, values))
+        return found
+
+    def write(self, progress: Progress, in_step: bool) -> None:
+        """Write step counts and numbers. ``in_step`` is True if all have advanced together. The call can be repeated."""
+        counts = progress.counts
+        for numbers, values in zip(self._numbers, progress.numbers, strict=True):
+            numbers.write(values)
+        if in_step and self.counters.are_equal:
+            self.counters.set(counts, True)
+            self._steps = [counts[0]] * len(self.groups)
+            if self._numbers:
+                firsts = map(self.scalars.row_of.index, range(len(self.groups)))
+                self._before = [tuple(numbers.values[first] for numbers in self._numbers) for first in firsts]
+        else:
+            self.counters.set(counts, len({*counts}) == 1)
+            self._assign()
 
     def _assign(self) -> None:
         """Give each parameter the row of its group, step count and numbers."""

@@ -74,6 +74,38 @@ def test_copies_watch_the_copied_module(compiled):
     pickle.loads(pickle.dumps(optimizer)).step()
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_copies_of_parameters_that_are_not_dense(watched, compiled):
+    """deepcopy makes them dense, which is no reallocation."""
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.randn(4, 6)[:, ::2])
+    optimizer = co.AdamW(net if watched else [net.weight], lr=0.1, compile=compiled, on_realloc="raise")
+    net.weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    net, optimizer = copy.deepcopy((net, optimizer))
+    assert net.weight.stride() == (3, 1)
+    twin = nn.Parameter(net.weight.detach().clone())
+    reference = torch.optim.AdamW([twin], lr=0.1)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    net.weight.grad = twin.grad = torch.ones(4, 3)
+    for each in (optimizer, reference):
+        each.step()
+    assert_close([net.weight], [twin], 2e-6)
+    assert int(optimizer.state[net.weight]["step"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape"])
+def test_a_copy_sees_a_change_that_the_original_has_not_followed(kind, compiled):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.1, compile=compiled, on_realloc="raise")
+    train(net, optimizer)
+    net[0].weight.data = net[0].weight.data.double() if kind == "dtype" else torch.ones(5, 3)
+    net[0].weight.grad = None
+    net, optimizer = copy.deepcopy((net, optimizer))
+    with pytest.raises(co.ReallocationError, match=f"parameter '0.weight': {kind} changed"):
+        optimizer.step()
+
+
 def test_adopted_parameters_keep_schedules_and_groups(compiled):
     net = model()
     groups = [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.5}]
