@@ -147,7 +147,7 @@ class Rows:
         return found
 
     def write(self, progress: Progress, in_step: bool) -> None:
-        """Write step counts and numbers. ``in_step`` is True if all have advanced together. The call can be repeated."""
+        """Write step counts and numbers. ``in_step``: all have advanced together. The call can be repeated."""
         counts = progress.counts
         for numbers, values in zip(self._numbers, progress.numbers, strict=True):
             numbers.write(values)
