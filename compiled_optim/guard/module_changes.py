@@ -96,11 +96,15 @@ class Holders:
 
     def at(self, place: Place) -> Sequence[Tensor]:
         """Return the parameters at a place."""
-        return self._params.get(self.without_gone(place).attribute, ())
+        return self._params.get(place.path if self.is_gone(place) else place.attribute, ())
+
+    def is_gone(self, place: Place) -> bool:
+        """Return True if the submodule of a place is gone."""
+        return id(place.owner) not in self._modules
 
     def without_gone(self, place: Place) -> Place:
         """Return a place that does not refer to its submodule if that is gone."""
-        return place if id(place.owner) in self._modules else replace(place, owner=None)
+        return replace(place, owner=None) if self.is_gone(place) else place
 
 
 @dataclass
@@ -145,20 +149,25 @@ def compare_modules(
         names = {place.path for place in before.get(param, ())}
         return param in known and (not names or any(place.path in names for place in now[param]))
 
-    changes = ModuleChanges()
+    lost: dict[Tensor, list[Place]] = {}
     for param in held:
         if param not in before or before[param] == now.get(param):
             continue
         old, current = before[param], now.get(param, ())
         old_keys, current_keys = _keys(old), _keys(current)
-        if any(place.keys.isdisjoint(old_keys) for place in current):  # it was moved
-            continue
-        lost = [place for place in old if place.keys.isdisjoint(current_keys)]
-        found = take(lost)
-        if found:
-            changes.replaced[param] = found
-        elif not current:
-            others = (other for place in lost for other in holders.at(place))
+        if not any(place.keys.isdisjoint(old_keys) for place in current):  # else it was moved
+            lost[param] = [place for place in old if place.keys.isdisjoint(current_keys)]
+
+    changes = ModuleChanges()
+    # first attributes of submodules that are still there: their new parameters may have the names of others
+    for is_gone in (False, True):
+        for param, places in lost.items():
+            found = take(place for place in places if holders.is_gone(place) == is_gone)
+            if found:
+                changes.replaced.setdefault(param, []).extend(found)
+    for param, places in lost.items():
+        if param not in now and param not in changes.replaced:
+            others = (other for place in places for other in holders.at(place))
             changes.removed[param] = next(filter(has_its_name, others), None)
     for number, places in enumerate(vacant):
         changes.set_again |= dict.fromkeys(take(places), number)

@@ -84,7 +84,8 @@ CASES = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.1, "weight_decay": 0.1},
-    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},  # does not count steps
+    "NAdam": {"lr": 0.1},  # keeps a number in addition to the count
 }
 
 
@@ -142,7 +143,7 @@ def torch_step(name, clip, before: dict[Tensor, Content]) -> dict[Tensor, Conten
         twins[param].grad = None if param.grad is None else param.grad.clone()
         if old.states:
             twin.state[twins[param]] = {
-                key: state.clone() if key == "step" else state.to(param.dtype, copy=True)
+                key: state.clone() if state.ndim == 0 else state.to(param.dtype, copy=True)
                 for key, state in old.states.items()
             }
     if clip is not None:
