@@ -169,8 +169,8 @@ def compare_modules(
         if param not in now and param not in changes.replaced:
             others = (other for place in places for other in holders.at(place))
             changes.removed[param] = next(filter(has_its_name, others), None)
-    for number, places in enumerate(vacant):
-        changes.set_again |= dict.fromkeys(take(places), number)
+    for number, own in enumerate(vacant):
+        changes.set_again |= dict.fromkeys(take(own), number)
     changes.added = [param for param in now if param in fresh and param.requires_grad]
     return changes
 

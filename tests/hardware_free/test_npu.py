@@ -52,6 +52,18 @@ Lion float32               93
 Lion bfloat16             118
 Adan float32              194
 Adan bfloat16             249
+Adamax float32             91
+Adamax bfloat16           126
+Adagrad float32            57
+Adagrad bfloat16           82
+RAdam float32             125
+RAdam bfloat16            160
+Rprop float32             120
+Rprop bfloat16            155
+NAdam float32             132
+NAdam bfloat16            167
+ASGD float32               77
+ASGD bfloat16             102
 AdamW clipped float32     163
 AdamW clipped bfloat16    203
 AdamP sharded float32     484
