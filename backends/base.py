@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from compiled_optim.modes import outside_of_modes
 from compiled_optim.program import Program, TensorLists
 
 Shape = tuple[int, ...]
+Layout = Literal["tensors", "flat"]
 
 
 class Availability(NamedTuple):
@@ -90,19 +91,22 @@ class BoundArguments(NamedTuple):
     """The memory a bound call reads its arguments from. It is rewritten before each step.
 
     ``inv_scale`` is a 0-dim tensor. ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for
-    each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH reads it.
+    each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH reads it. ``row_segments``
+    has the segment of each row of a flat buffer, and ``mask`` is false for padding. They do not change.
     """
 
     scalars: ScalarRows | None = None
     inv_scale: Tensor | None = None
     grad_scale: Tensor | None = None
     totals: Tensor | None = None
+    row_segments: Tensor | None = None
+    mask: Tensor | None = None
 
     def of_row(self, row: int) -> dict[str, Tensor]:
         """Return the arguments that are not None, as tensors by name, with the scalars of one row."""
         scalars = None if self.scalars is None else self.scalars.tensor[row]
         scale = None if self.grad_scale is None else self.grad_scale[row]
-        named = {"scalars": scalars, "inv_scale": self.inv_scale, "grad_scale": scale, "totals": self.totals}
+        named = {**self._asdict(), "scalars": scalars, "grad_scale": scale}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -139,7 +143,8 @@ class Batch:
     """A program and the tensors it runs on, which share device, dtypes and number of dimensions.
 
     A backend compiles and binds batches. ``dtypes`` has one entry for each list, gradients first. ``shapes`` are the
-    shapes of the working views of the tensors.
+    shapes of the working views of the tensors. The tensors of a batch that ``is_flat`` are parts of flat buffers. Each
+    is passed to a call of its own, and its shape is one of a few.
     """
 
     backend: Backend
@@ -148,6 +153,7 @@ class Batch:
     dtypes: tuple[torch.dtype, ...]
     shapes: Sequence[Shape]
     arguments: tuple[ArgumentSpec, ...] = ()
+    is_flat: bool = False
 
     @cached_property
     def calls(self) -> Sequence[UnitCall]:
@@ -204,6 +210,13 @@ class BoundBatch:
             self.runs[number] += 1
         return None
 
+    def finish(self, runs: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Make the calls that were not made since :attr:`runs` had the given values."""
+        for number, (_, _, pick, call) in enumerate(self.calls):
+            if self.runs[number] == runs[number]:
+                call(pick(grads))
+                self.runs[number] += 1
+
     def updated_since(self, runs: Sequence[int], tensors: int) -> list[bool]:
         """Return for each of its tensors whether it was updated since :attr:`runs` had the given values."""
         updated = [False] * tensors
@@ -224,6 +237,9 @@ class Backend(ABC):
     takes_rows: bool = False
     """Whether one call takes tensors with different rows of scalars, and skips those without a gradient. If not, a
     batch contains parameters of one group and one step count, all with a gradient."""
+    layouts: tuple[Layout, ...] = ("tensors",)
+    """How parameters and states may lie in memory, the default first: "tensors" leaves parameters where they are,
+    "flat" moves them into flat buffers. A backend with "flat" takes batches with ``is_flat``."""
     by_address: bool = False
     """Whether calls use only the addresses of tensors, so that these are not viewed in the shapes of the batch."""
 

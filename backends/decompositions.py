@@ -52,6 +52,13 @@ def skip_whole_view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], 
     return tensor if same else NotImplemented
 
 
+def skip_whole_copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """Decompose a copy over all of a tensor to the source itself, in the dtype of the tensor."""
+    return (
+        source.to(tensor.dtype) if source.shape == tensor.shape and source.device == tensor.device else NotImplemented
+    )
+
+
 def _overloads(packet_name: str, name: str) -> list[tuple[OpOverload, str]]:
     """Return the overloads of a foreach operation, each with the name of the operation on one tensor."""
     packet = getattr(torch.ops.aten, packet_name, None)

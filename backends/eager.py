@@ -48,11 +48,13 @@ class EagerUnit(Unit):
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Return a call that runs the program on the bound tensors and new gradients."""
-        program, (scalars, inv_scale, grad_scale, totals) = self._program, arguments
+        program = self._program
+        scalars, _, grad_scale, *_ = arguments
+        constant = Arguments(**arguments._replace(scalars=None)._asdict())
 
         def values() -> Arguments:
             scale = None if grad_scale is None else grad_scale[0]
-            return Arguments(None if scalars is None else scalars.values[0], inv_scale, scale, totals)
+            return constant._replace(scalars=None if scalars is None else scalars.values[0], grad_scale=scale)
 
         if isinstance(program, UpdateProgram) and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
             return _bind_pieces(program, shapes, lists, values)
@@ -115,6 +117,7 @@ class EagerBackend(LaneBackend):
 
     name = "eager"
     compiles = False
+    layouts = ("tensors", "flat")
 
     def available(self) -> Availability:
         """Return an Availability that is always true."""

@@ -34,7 +34,8 @@ class LaneBackend(Backend):
         """Return a call for each lane."""
         rank = len(batch.shapes[0])
         calls = []
-        for lane, indices in self.cut(batch.shapes):
+        cuts = _cut_flat(batch.shapes) if batch.is_flat else self.cut(batch.shapes)
+        for lane, indices in cuts:
             arguments = tuple(
                 # the totals of a batch have a column for each tensor; a unit takes those of its lane, sum by sum
                 spec._replace(shape=(spec.shape[0] * (lane.width or len(indices)),)) if spec.name == "totals" else spec
@@ -67,6 +68,11 @@ class LaneBackend(Backend):
             assert arguments.totals is not None
             return _MeasureBatch(calls, arguments.totals, places)
         return _SumBatch(calls) if batch.program.result is Result.SUM else BoundBatch(calls)
+
+
+def _cut_flat(shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
+    """Return a call for each part of a flat buffer."""
+    return [(Lane("flat", 1, (tuple(shape),)), [i]) for i, shape in enumerate(shapes)]
 
 
 class _SumBatch(BoundBatch):

@@ -1,8 +1,10 @@
-"""The Ascend NPU backends: whole lists, compiled by torchair (``npu``) or by Inductor with triton-ascend.
+"""The Ascend NPU backends: flat buffers or whole lists, compiled by torchair, or lists by Inductor with triton-ascend.
 
 torchair converts a traced graph to a GE graph, with one converter for each operation, and decomposes almost nothing.
 This module decomposes the ``torch._foreach_*`` operations that have no converter. GE outputs alias the inputs that are
 updated in place, so no result is copied back.
+
+The hyperparameters of a step are one tensor on the device. One asynchronous copy fills it before the calls of a batch.
 """
 
 from __future__ import annotations
@@ -10,29 +12,35 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from compiled_optim.backends.base import Availability
-from compiled_optim.backends.decompositions import missing_foreach_decompositions, skip_whole_view
+from compiled_optim.backends import ge_operations
+from compiled_optim.backends.base import Availability, Batch, BoundArguments, BoundBatch, ScalarRows, Signature
+from compiled_optim.backends.decompositions import missing_foreach_decompositions, skip_whole_copy, skip_whole_view
+from compiled_optim.backends.graph import ArgumentValues
 from compiled_optim.backends.inductor import Lowered, lower
+from compiled_optim.backends.staging import Staging, bytes_of
+from compiled_optim.backends.tracing import TracedGraph, trace
 from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
 from compiled_optim.errors import first_line
+from compiled_optim.program import TensorLists
 from compiled_optim.torch_private import OpOverload
 
 
-class NpuBackend(WholeListBackend):
-    """torchair's GE graphs, one unit for each list of shapes."""
+class AscendBackend(WholeListBackend):
+    """What both backends share: they need torch_npu, a device and a compiler."""
 
-    name = "npu"
     devices = ("npu",)
     limit = 40
     """The same as for CUDA. Conversion takes 0.2 s per tensor; the compile time of CANN was not measured."""
 
-    compiler = "torchair"
-    compiler_remedy = "it comes with torch_npu and needs the packages protobuf and packaging"
+    compiler: str
+    compiler_remedy: str
 
     def available(self) -> Availability:
         """Import torch_npu and the compiler and look for a device; report what is missing.
@@ -41,6 +49,36 @@ class NpuBackend(WholeListBackend):
         """
         what = _missing_device() or _missing(self.compiler, self.compiler_remedy)
         return Availability(False, f"{what}, or {REMEDY}") if what else Availability(True)
+
+
+class NpuBackend(AscendBackend):
+    """torchair's GE graphs, one unit for each length of a flat buffer or each list of shapes."""
+
+    name = "npu"
+    layouts = ("flat", "tensors")
+    compiler = "torchair"
+    compiler_remedy = "it comes with torch_npu and needs the packages protobuf and packaging"
+
+    def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
+        """Bind the batch. Its hyperparameters are sent to the device before its calls."""
+        if arguments.scalars is None:
+            return super().bind(batch, lists, arguments)
+        scalars = DeviceScalars(arguments.scalars, torch.device(batch.device))
+        bound = super().bind(batch, lists, arguments._replace(scalars=scalars))
+        return SendingBatch(bound, scalars)
+
+    def trace(self, signature: Signature) -> TracedGraph:
+        """Trace with all hyperparameters in one tensor on the device. On one tensor, list operations are not used."""
+        is_flat = signature.lane.kind == "flat"
+        traced = trace(signature, signature.lane.shapes, scalars_on=signature.device, decompose_foreach=is_flat)
+        if is_flat:
+            ge_operations.rewrite(traced.module)
+        return traced
+
+    def graph_arguments(self, signature: Signature, arguments: ArgumentValues) -> ArgumentValues:
+        """Return the arguments with the hyperparameters on the device."""
+        scalars = arguments.get("scalars")
+        return {**arguments, "scalars": scalars.to(signature.device)} if isinstance(scalars, Tensor) else arguments
 
     def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
         """Compile with torchair. It does not report the number of kernels, so 0 is returned."""
@@ -53,13 +91,50 @@ class NpuBackend(WholeListBackend):
         decompositions = {
             **missing_foreach_decompositions(has_converter),
             torch.ops.aten.as_strided.default: skip_whole_view,
+            torch.ops.aten.copy.default: skip_whole_copy,
+            torch.ops.aten.mul.Tensor: ge_operations.product,
         }
         backend = torchair.get_npu_backend(compiler_config=config, custom_decompositions=decompositions)
         compiled = backend(module, inputs)
         return (lambda arguments: compiled(*arguments)), 0
 
 
-class NpuInductorBackend(NpuBackend):
+class DeviceScalars(ScalarRows):
+    """The first row of hyperparameters, in one tensor on the device."""
+
+    def __init__(self, rows: ScalarRows, device: torch.device) -> None:
+        row = rows.tensor[:1]
+        self._source = bytes_of(row)
+        self._staging = staging(max(row.nbytes, 1), device)
+        self.tensor = self._staging.memory[: row.nbytes].view(row.dtype).view(1, -1)
+
+    def send(self) -> None:
+        """Copy the values of this step to the device."""
+        buffer = self._staging.take()
+        buffer.memory[: len(self._source)] = self._source
+        self._staging.send(buffer, len(self._source))
+
+
+class SendingBatch(BoundBatch):
+    """A bound batch that sends its hyperparameters to the device first."""
+
+    def __init__(self, batch: BoundBatch, scalars: DeviceScalars) -> None:
+        super().__init__(batch.calls)
+        self.runs = batch.runs
+        self._batch, self._scalars = batch, scalars
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Run the batch."""
+        self._scalars.send()
+        return self._batch(grads)
+
+
+def staging(size: int, device: torch.device) -> Staging:
+    """Return pinned memory for copies to an NPU."""
+    return Staging(size, device, torch.npu.Event)  # type: ignore[attr-defined]
+
+
+class NpuInductorBackend(AscendBackend):
     """Inductor's code for the NPU. Used only if it is selected by name."""
 
     name = "npu-inductor"

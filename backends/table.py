@@ -86,7 +86,7 @@ class BoundTable:
     ) -> None:
         self._fill, self._run, self._data_ptr = module.fill, module.run, data_ptr_function()
         self._lists = lists  # kept alive, because the table holds addresses only
-        count, (rows, inv_scale, grad_scale, self._shared_totals) = len(shapes), arguments
+        count, (rows, inv_scale, grad_scale, self._shared_totals, *_) = len(shapes), arguments
         self._totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
         self._passes = passes
         self._chunks = cut(shapes, chunk, passes)

@@ -47,6 +47,7 @@ def trace(
     decompose_foreach: bool = False,
     carries: int = 0,
     bounds: SizeBounds = SizeBounds(),  # noqa: B008
+    scalars_on: str = "cpu",
 ) -> TracedGraph:
     """Trace a signature's program.
 
@@ -58,13 +59,14 @@ def trace(
         decompose_foreach: replace foreach operations by one operation per tensor.
         carries: add this many inputs with a number for each row, which the graph fills with zeros.
         bounds: with ``shapes=None``, the smallest and the largest size of a dimension.
+        scalars_on: the device of the hyperparameters.
     """
     from compiled_optim.torch_private import FakeTensorMode, ShapeEnv, enable_python_dispatcher, make_fx
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         sizes = shapes or _any_sizes(signature, mode.shape_env, hint, bounds)
-        examples = _example_inputs(signature, sizes, unbind_scalars)
+        examples = _example_inputs(signature, sizes, unbind_scalars, scalars_on)
         for i in range(carries):
             examples[CARRY, i] = torch.empty(sizes[0][:1], dtype=unit_sum_dtype(signature), device=signature.device)
     places = list(examples)
@@ -134,7 +136,9 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBoun
     return shapes
 
 
-def _example_inputs(signature: Signature, shapes: Sequence[Any], unbind_scalars: bool) -> dict[Place, Any]:
+def _example_inputs(
+    signature: Signature, shapes: Sequence[Any], unbind_scalars: bool, scalars_on: str
+) -> dict[Place, Any]:
     """Return fake inputs by place: symbolic sizes, lists, arguments."""
     sizes = [size for shape in shapes for size in shape]
     found: dict[Place, Any] = {(SIZES, i): size for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)}

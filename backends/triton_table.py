@@ -73,7 +73,7 @@ class BoundTritonTable:
     ) -> None:
         self._lists = lists  # kept alive, because the table holds addresses only
         self._device = device
-        self._rows, inv_scale, grad_scale, self._shared_totals = arguments
+        self._rows, inv_scale, grad_scale, self._shared_totals, *_ = arguments
         self._passes: int = module.PASSES
         count = len(shapes)
         self._scalars_at = 2 * 8 * count

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from compiled_optim.backends.base import BoundArguments, Call, Lane, Shape, Sign
 from compiled_optim.backends.graph import ArgumentValues, Graph
 from compiled_optim.backends.inductor import Lowered
 from compiled_optim.backends.lanes import LaneBackend
-from compiled_optim.backends.tracing import trace
+from compiled_optim.backends.tracing import TracedGraph, trace
 from compiled_optim.backends.verification import agrees, disagreement
 from compiled_optim.program import TensorLists
 
@@ -37,15 +38,16 @@ MAX_VERIFIED_ELEMENTS = 1 << 22
 class ListUnit(Unit):
     """A compiled graph over lists of fixed shapes."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, prepare: Callable[[ArgumentValues], ArgumentValues]) -> None:
         self._graph = graph
+        self._prepare = prepare
         self.kernels = graph.kernels
         self.seconds = graph.seconds
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Put the graph's inputs into order once; a call only inserts the gradients."""
         nothing: list[Any] = [None] * len(shapes)
-        inputs = self._graph.order_inputs((), [nothing, *lists], unbind_scalars(arguments.of_row(0)))
+        inputs = self._graph.order_inputs((), [nothing, *lists], self._prepare(arguments.of_row(0)))
         return self._graph.bind(inputs, len(shapes))
 
 
@@ -69,25 +71,28 @@ class WholeListBackend(LaneBackend):
         """Trace on fake tensors and compile; raise if the results differ from those of the eager program."""
         start = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
-            graph = self.graph(signature)
-            shapes = signature.lane.shapes
+            graph, shapes = self.graph(signature), signature.lane.shapes
+            prepare = partial(self.graph_arguments, signature)
             if sum(map(math.prod, shapes)) <= MAX_VERIFIED_ELEMENTS and not agrees(
                 signature,
                 shapes,
-                lambda lists, arguments: graph.run(graph.order_inputs((), lists, unbind_scalars(arguments))),
+                lambda lists, arguments: graph.run(graph.order_inputs((), lists, prepare(arguments))),
             ):
                 raise disagreement(signature)
         graph.seconds = time.perf_counter() - start
-        return ListUnit(graph)
+        return ListUnit(graph, prepare)
 
     def graph(self, signature: Signature) -> Graph:
         """Return the compiled graph of a signature, before verification."""
-        traced = trace(signature, signature.lane.shapes, unbind_scalars=True)
+        traced = self.trace(signature)
         run, kernels = self.lower(traced.module, traced.examples)
         return Graph(run, traced.inputs, kernels)
 
+    def trace(self, signature: Signature) -> TracedGraph:
+        """Trace a signature, with each hyperparameter as a separate input."""
+        return trace(signature, signature.lane.shapes, unbind_scalars=True)
 
-def unbind_scalars(arguments: ArgumentValues) -> ArgumentValues:
-    """Return the arguments, with the scalars as 0-dim views of the same host memory."""
-    scalars = arguments.get("scalars")
-    return {**arguments, "scalars": scalars.unbind()} if isinstance(scalars, Tensor) else arguments
+    def graph_arguments(self, signature: Signature, arguments: ArgumentValues) -> ArgumentValues:
+        """Return the arguments as the graph takes them: the scalars are 0-dim views of the same host memory."""
+        scalars = arguments.get("scalars")
+        return {**arguments, "scalars": scalars.unbind()} if isinstance(scalars, Tensor) else arguments

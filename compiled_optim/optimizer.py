@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim import backends
-from compiled_optim.backends import Backend
+from compiled_optim.backends import Backend, Layout
 from compiled_optim.backends.eager import eager_requested
 from compiled_optim.backward import BackwardSteps
 from compiled_optim.diagnostics.compare import Comparison
@@ -47,6 +47,8 @@ class Optimizer(SavedOptimizer):
         compile: False runs the same update eagerly, as does the environment variable ``COMPILED_OPTIM_EAGER=1``.
         backend: a registered backend's name or a Backend; None chooses one by each parameter's device.
         on_realloc: "recompile" follows a reallocated parameter, "raise" raises ReallocationError.
+        layout: "flat" moves parameters into flat buffers, "tensors" leaves them where they are; None chooses the
+            default of the backend, which is "flat" on NPUs.
         max_grad_norm: clip gradients to this global norm inside the step; ``p.grad`` itself is not changed.
         maximize: ascend instead of descend; ``defaults`` may set it instead.
         fused: True makes torch.amp.GradScaler leave unscaling to the step. It has no other effect.
@@ -73,6 +75,7 @@ class Optimizer(SavedOptimizer):
         compile: bool = True,
         backend: str | Backend | None = None,
         on_realloc: Literal["recompile", "raise"] = "recompile",
+        layout: Layout | None = None,
         max_grad_norm: float | None = None,
         maximize: bool = False,
         fused: bool | None = None,
@@ -83,9 +86,10 @@ class Optimizer(SavedOptimizer):
         **switches: bool | None,
     ) -> None:
         max_norms = dict(zip(MAX_NORMS, (max_grad_norm, max_grad_norm_per_parameter), strict=True))
-        check_options(type(self).__name__, self.has_torch_switches, switches, on_realloc, max_norms)
+        name, has_switches = type(self).__name__, self.has_torch_switches
+        check_options(name, has_switches, switches, on_realloc, max_norms, layout, in_backward)
         chosen = backends.get(backend) if isinstance(backend, str) else backend
-        self._settings = Settings(compile and not eager_requested(), chosen, on_realloc)
+        self._settings = Settings(compile and not eager_requested(), chosen, on_realloc, layout)
         self._start(in_backward=in_backward)
         self.max_grad_norm, self.max_grad_norm_per_parameter = max_grad_norm, max_grad_norm_per_parameter
         defaults = {"maximize": maximize, **defaults}

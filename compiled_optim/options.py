@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
-from compiled_optim.backends import Backend
+from compiled_optim.backends import Backend, Layout
 
 TORCH_SWITCHES: dict[str, bool | None] = {"foreach": None, "capturable": False, "differentiable": False}
 """Options of torch.optim and their defaults. Optimizers that torch.optim has too accept them; they have no effect."""
@@ -19,6 +19,11 @@ class Settings:
     compile: bool
     backend: Backend | None
     on_realloc: Literal["recompile", "raise"]
+    layout: Layout | None = None
+
+    def layout_for(self, backend: Backend) -> Layout:
+        """Return the layout that is used with a backend: the chosen one, or its default if it lacks that one."""
+        return self.layout if self.layout is not None and self.layout in backend.layouts else backend.layouts[0]
 
 
 class RunOptions(TypedDict, total=False):
@@ -27,6 +32,7 @@ class RunOptions(TypedDict, total=False):
     compile: bool
     backend: str | Backend | None
     on_realloc: Literal["recompile", "raise"]
+    layout: Layout | None
     fused: bool | None
     in_backward: bool
     max_grad_norm_per_parameter: float | None
@@ -54,6 +60,8 @@ def check_options(
     switches: Mapping[str, Any],
     on_realloc: str,
     max_norms: Mapping[str, float | None],
+    layout: str | None,
+    in_backward: bool,
 ) -> None:
     """Raise if an option is unknown or out of range."""
     unknown = switches.keys() - (TORCH_SWITCHES if has_torch_switches else {}).keys()
@@ -68,3 +76,10 @@ def check_options(
     for name, max_norm in max_norms.items():
         if max_norm is not None and not max_norm >= 0.0:
             raise ValueError(f"Invalid {name} value: {max_norm}")
+    if layout not in (None, *get_args(Layout)):
+        raise ValueError(f'Invalid layout value: {layout!r}; use None, "tensors" or "flat"')
+    if layout == "flat" and in_backward:
+        raise ValueError(
+            f"{optimizer} cannot have both in_backward=True and layout='flat': a flat buffer is updated once all "
+            "gradients are there; use layout=None"
+        )

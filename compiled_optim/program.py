@@ -8,15 +8,16 @@ step. Everything else is bound once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from compiled_optim.flat_tensors import FlatTensors, Segments
 from compiled_optim.locations import is_ours
 from compiled_optim.storage import Direct, Storage
 from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
@@ -41,13 +42,16 @@ class Arguments(NamedTuple):
 
     ``inv_scale`` and ``grad_scale`` are 0-dim tensors by which gradients are multiplied, one after the other.
     ``totals`` are the sums of a rule over whole tensors, for the phase FINISH: first one sum for all tensors, then the
-    next.
+    next. ``row_segments`` and ``mask`` describe the rows of a flat buffer, see
+    :class:`~compiled_optim.flat_tensors.Segments`.
     """
 
     scalars: ScalarValues | None = None
     inv_scale: Tensor | None = None
     grad_scale: Tensor | None = None
     totals: Tensor | None = None
+    row_segments: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class Result(Enum):
@@ -114,6 +118,8 @@ class UpdateProgram:
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
     computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
     the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
+
+    With ``segments``, each list has one tensor: a flat buffer of this many segments, as a matrix.
     """
 
     name: str = field(compare=False)
@@ -126,6 +132,7 @@ class UpdateProgram:
     dtype: torch.dtype = torch.float32
     storages: tuple[Storage, ...] = ()
     phase: Phase = Phase.WHOLE
+    segments: int = 0
 
     @property
     def reduces(self) -> bool:
@@ -173,7 +180,8 @@ class UpdateProgram:
     def _run(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
         kept = lists[1:]
         storages = self.storages or (Direct(),) * len(kept)
-        grads = Tensors(grad.to(self.dtype) for grad in lists[0])
+        as_list = self._list_type(arguments)
+        grads = as_list(grad.to(self.dtype) for grad in lists[0])
         if self.unscales:
             assert arguments.inv_scale is not None
             grads = grads * arguments.inv_scale
@@ -181,7 +189,8 @@ class UpdateProgram:
         if self.scaled:
             assert arguments.grad_scale is not None
             grads = grads * arguments.grad_scale
-        params, *states = (storage.load(each, self.dtype) for storage, each in zip(storages, kept, strict=True))
+        loaded = (storage.load(each, self.dtype) for storage, each in zip(storages, kept, strict=True))
+        params, *states = map(as_list, loaded)
         named = dict(zip(self.states, states, strict=True))
         numbers = self._numbers(arguments.scalars)
         max_norm, decay = numbers.pop(MAX_NORM, None), numbers.pop(EMA_DECAY, None)
@@ -194,6 +203,14 @@ class UpdateProgram:
             average.ema_(params, decay)
         for storage, each, result in zip(storages, kept, (params, *states), strict=True):
             storage.store(each, result)
+
+    def _list_type(self, arguments: Arguments) -> Callable[[Iterable[Tensor]], Tensors]:
+        """Return the function that makes the lists that the rule works on."""
+        if not self.segments:
+            return Tensors
+        assert arguments.row_segments is not None
+        segments = Segments(self.segments, arguments.row_segments, arguments.mask)
+        return partial(FlatTensors, segments=segments)
 
     def _numbers(self, values: ScalarValues | None) -> dict[str, Any]:
         """Return the hyperparameters by name, as numbers or as Scalar objects."""
@@ -211,9 +228,12 @@ class UpdateProgram:
 def _clipped(grads: Tensors, max_norm: Number, all_reduce: AllReduce) -> Tensors:
     """Return gradients, each clipped to a norm of ``max_norm``, as ``clip_grad_norm_`` does for one parameter."""
     (squares,) = all_reduce(grads.sum_of_squares())
-    factors = (1.0 / (square.sqrt() + 1e-6) for square in squares)
-    scaled = (factor * getattr(max_norm, "tensor", max_norm) for factor in factors)
-    return grads * Tensors(materialize(each.clamp(max=1.0).to(grads[0].dtype)) for each in scaled)
+
+    def factor(square: Tensor) -> Tensor:
+        scaled = 1.0 / (square.sqrt() + 1e-6) * getattr(max_norm, "tensor", max_norm)
+        return materialize(scaled.clamp(max=1.0).to(grads[0].dtype))
+
+    return grads * squares.map(factor)
 
 
 @lru_cache(maxsize=1024)

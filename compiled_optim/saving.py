@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compiled_optim.backward import BackwardSteps
 from compiled_optim.engine import checkpoint
-from compiled_optim.engine.numbers import with_own_numbers
 from compiled_optim.engine.rule import Rule, all_params
+from compiled_optim.engine.states import with_own_memory
 from compiled_optim.options import Settings
 from compiled_optim.stepper import Stepper
 from compiled_optim.torch_private import disable_dynamo
@@ -44,6 +44,7 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
     compile = _setting("compile")
     backend = _setting("backend")
     on_realloc = _setting("on_realloc")
+    layout = _setting("layout")
 
     last_grad_norm: Tensor | None = None
     """The norm of all gradients of the last step before clipping, as a 0-dim tensor; None without clipping."""
@@ -79,7 +80,7 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
         """Return the state as torch.optim does; each parameter gets ``step`` and other numbers of its own."""
         saved: dict[str, Any] = torch_method("state_dict")(self)
         if "state" in saved:  # a hook may have returned something else
-            saved["state"] = with_own_numbers(saved["state"], self.number_names)
+            saved["state"] = with_own_memory(saved["state"], self.number_names)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         names = ("_settings", "_step_supports_amp_scaling", *MAX_NORMS, "last_grad_norm")
         kept = {name: getattr(self, name) for name in names}
-        own = {"state": with_own_numbers(self._state, self.number_names), "_unscales": self._stepper.unscales}
+        own = {"state": with_own_memory(self._state, self.number_names), "_unscales": self._stepper.unscales}
         own["_in_backward"] = self._backward is not None
         return {**super().__getstate__(), **kept, **own}
 

@@ -24,11 +24,11 @@ from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.buckets import Bucket, make_buckets
-from compiled_optim.engine.numbers import with_own_numbers
+from compiled_optim.engine.flat import FlatMemory
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
-from compiled_optim.engine.states import State
+from compiled_optim.engine.states import State, with_own_memory
 from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
@@ -51,6 +51,7 @@ class Stepper:
         self.unscales = unscales
         """Whether a GradScaler has left unscaling to a step. From then on, programs unscale gradients in place."""
         self.tracker = Tracker(rule.number_names)
+        self._memory = FlatMemory()
         self._plan: Plan | None = None
         self._guard: Guard | None = None
         self._events = EventLog(self._name)
@@ -144,7 +145,12 @@ class Stepper:
     def check_devices(self, devices: set[torch.device]) -> None:
         """Raise if the backend for one of these devices cannot be used here."""
         for device in devices - self._usable_devices:
-            self.backend_for(device)
+            backend, layout = self.backend_for(device), self.settings.layout
+            if layout is not None and layout not in backend.layouts:
+                raise ValueError(
+                    f"{self._name} cannot have layout={layout!r} for parameters on {device}: backend {backend.name!r} "
+                    f"supports {' and '.join(map(repr, backend.layouts))}; use layout=None for its default"
+                )
         self._usable_devices |= devices
 
     def backend_for(self, device: torch.device) -> Backend:
@@ -158,6 +164,7 @@ class Stepper:
 
         This is no context manager, because a KeyboardInterrupt inside ``contextlib`` would skip the revert.
         """
+        self._note_own_moves()  # which are left if the revert below was interrupted
         found = self.tracker.find(groups)
         changes = found.changes
         if changes and self.settings.on_realloc == "raise":
@@ -166,14 +173,22 @@ class Stepper:
         try:
             self.tracker.apply(groups, state, found)
             result = then()
+            self.tracker.note_addresses(self._memory.repointed)
             self.tracker.accept(groups, found)
             self._events.record(changes, found.added)
+            self._memory.repointed.clear()
         except BaseException:
             self._plan = None
             saved.restore()
             self.tracker.record = record
+            self._note_own_moves()
             raise
         return result
+
+    def _note_own_moves(self) -> None:
+        """Record the addresses of parameters that were moved into flat buffers. They are no changes."""
+        self.tracker.note_addresses(self._memory.repointed)
+        self._memory.repointed.clear()
 
     def _collect_grads(
         self, params: Sequence[Tensor], groups: Sequence[Group], only: Container[Tensor] | None
@@ -197,10 +212,12 @@ class Stepper:
         if has_dtensor(grads) or not same_objects(all_params(groups), params):
             params = all_params(groups)
             grads = self._collect_grads(params, groups, only)
-        buckets = self._make_buckets(grads, groups, state)
+        # a step of single parameters, during backward, would move them from buffer to buffer
+        buckets = self._make_buckets(grads, groups, state, only is None)
         # compile before the state is changed, because compilation may fail
         self._compile(buckets, groups)
-        plan = Plan(self._rule, groups, state, buckets, grads)
+        plan = Plan(self._rule, groups, state, buckets, grads, self._memory)
+        self._memory.settle(plan.buckets, params, state, self._rule.number_names)
         plan.refresh(groups)
         # also parameters without a gradient: if one is reallocated, its state has to follow
         bound = list(filter(has_memory, params))
@@ -220,11 +237,17 @@ class Stepper:
         fake: Any = next(filter(is_fake, (*params, *grads)), None)
         if (is_fake_mode() or fake is not None) and not any(map(is_fake, params)):
             own: State = defaultdict(dict, {param: dict(values) for param, values in state.items()})
-            state = with_own_numbers(own, self._rule.number_names)
+            state = with_own_memory(own, self._rule.number_names)
         with nullcontext() if fake is None else fake.fake_mode:
             eager = backends.get("eager")
             buckets = make_buckets(
-                self._rule, groups, state, grads, partial(self.tracker.names, groups), lambda _: eager, self.unscales
+                self._rule,
+                groups,
+                state,
+                grads,
+                partial(self.tracker.names, groups),
+                lambda _: (eager, False),
+                self.unscales,
             )
             plan = Plan(self._rule, groups, state, buckets, grads)
             plan.refresh(groups)
@@ -232,10 +255,17 @@ class Stepper:
         self.discard_plan()
         return norm
 
-    def _make_buckets(self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State) -> list[Bucket]:
+    def _make_buckets(
+        self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State, may_be_flat: bool = True
+    ) -> list[Bucket]:
         stepped = () if self._plan is None else {id(entry.param) for entry in self._plan.entries}
         names = partial(self.tracker.names, groups)
-        return make_buckets(self._rule, groups, state, grads, names, self.backend_for, self.unscales, stepped)
+
+        def backend_for(device: torch.device) -> tuple[Backend, bool]:
+            backend = self.backend_for(device)
+            return backend, may_be_flat and self.settings.layout_for(backend) == "flat"
+
+        return make_buckets(self._rule, groups, state, grads, names, backend_for, self.unscales, stepped)
 
     def _compile(self, buckets: Sequence[Bucket], groups: Sequence[Group], bar: bool = False) -> None:
         clips = clips_any(self._rule, groups)

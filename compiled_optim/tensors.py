@@ -7,8 +7,8 @@ Plain ``torch._foreach_*`` functions and loops over the lists accept both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
+from operator import gt, itemgetter, lt
 from typing import Any, TypeAlias
 
 import torch
@@ -122,64 +122,71 @@ class Tensors(list[Tensor]):
     """
 
     def __add__(self, other: Any) -> Tensors:  # type: ignore[override]
-        return Tensors(torch._foreach_add(self, self._addend(other)))
+        return self._combined(torch._foreach_add, self._addend(other))
 
     def __sub__(self, other: Any) -> Tensors:
-        return Tensors(torch._foreach_sub(self, self._addend(other)))
+        return self._combined(torch._foreach_sub, self._addend(other))
 
     def __mul__(self, other: Any) -> Tensors:
-        return Tensors(torch._foreach_mul(self, getattr(other, "tensor", other)))
+        return self._combined(torch._foreach_mul, getattr(other, "tensor", other))
 
     def __truediv__(self, other: Any) -> Tensors:
-        return Tensors(torch._foreach_div(self, getattr(other, "tensor", other)))
+        return self._combined(torch._foreach_div, getattr(other, "tensor", other))
 
     def __neg__(self) -> Tensors:
-        return Tensors(torch._foreach_neg(self))
+        return self._like(torch._foreach_neg(self))
 
     def __rsub__(self, other: Any) -> Tensors:
-        return Tensors.__add__(-self, other)
+        return (-self).__add__(other)
 
     def __rtruediv__(self, other: Any) -> Tensors:
-        return Tensors.__mul__(Tensors(torch._foreach_reciprocal(self)), other)
+        return self._like(torch._foreach_reciprocal(self)).__mul__(other)
 
     def __pow__(self, exponent: float) -> Tensors:
-        return Tensors(torch._foreach_pow(self, exponent))
+        return self._like(torch._foreach_pow(self, exponent))
 
     __radd__, __rmul__ = __add__, __mul__
 
     def __iadd__(self, other: Any) -> Tensors:  # type: ignore[override]
-        torch._foreach_add_(self, self._addend(other))
+        torch._foreach_add_(self, self._operand(self._addend(other)))
         return self
 
     def __isub__(self, other: Any) -> Tensors:
-        torch._foreach_sub_(self, self._addend(other))
+        torch._foreach_sub_(self, self._operand(self._addend(other)))
         return self
 
     def __imul__(self, other: Any) -> Tensors:
-        torch._foreach_mul_(self, getattr(other, "tensor", other))
+        torch._foreach_mul_(self, self._operand(getattr(other, "tensor", other)))
         return self
 
     def __itruediv__(self, other: Any) -> Tensors:
-        torch._foreach_div_(self, getattr(other, "tensor", other))
+        torch._foreach_div_(self, self._operand(getattr(other, "tensor", other)))
         return self
 
     def __lt__(self, other: Any) -> Tensors:  # type: ignore[override]
-        return Tensors(tensor < each for tensor, each in zip(self, self._repeated(other), strict=True))
+        return self.map(lt, self._repeated(other))
 
     def __gt__(self, other: Any) -> Tensors:  # type: ignore[override]
-        return Tensors(tensor > each for tensor, each in zip(self, self._repeated(other), strict=True))
+        return self.map(gt, self._repeated(other))
 
     def sqrt(self) -> Tensors:
         """Return the square roots."""
-        return Tensors(torch._foreach_sqrt(self))
+        return self._like(torch._foreach_sqrt(self))
 
     def sign(self) -> Tensors:
         """Return the signs: -1, 0 or 1."""
-        return Tensors(torch._foreach_sign(self))
+        return self._like(torch._foreach_sign(self))
 
     def abs(self) -> Tensors:
         """Return the absolute values."""
-        return Tensors(torch._foreach_abs(self))
+        return self._like(torch._foreach_abs(self))
+
+    def map(self, function: Callable[..., Tensor], *others: Sequence[Any]) -> Tensors:
+        """Return ``function(tensor, *values)`` for each tensor, with the values at its place in ``others``.
+
+        The function must be elementwise. Sums over tensors or rows are broadcast to the elements they belong to.
+        """
+        return Tensors(function(*values) for values in zip(self, *others, strict=True))
 
     def maximum_(self, other: list[Tensor]) -> Tensors:
         """Take the elementwise maximum, in place."""
@@ -225,6 +232,35 @@ class Tensors(list[Tensor]):
     def sum_of_squares(self) -> Tensors:
         """Return the sum of the squares of each tensor, as 0-dim tensors, summed in :func:`sum_dtype`."""
         return Tensors(map(_sum_of_squares, self))
+
+    def row_sums(self, other: Tensors) -> Tensors:
+        """Return the sum of ``self * other`` over each row of 2-D tensors, as 1-D tensors, in :func:`sum_dtype`."""
+        products = zip(self, other, strict=True)
+        return Tensors((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products)
+
+    def row_lengths(self) -> list[Any]:
+        """Return the length of the rows of each 2-D tensor."""
+        return [tensor.shape[1] for tensor in self]
+
+    def total(self, dtype: torch.dtype | None = None) -> Tensors:
+        """Return the sum of each tensor of :meth:`row_sums`, as 0-dim tensors."""
+        return Tensors(tensor.sum(dtype=dtype) for tensor in self)
+
+    def as_columns(self) -> Tensors:
+        """Return 1-D tensors that have a value for each row as columns, so that they can be combined with 2-D ones."""
+        return Tensors(tensor.unsqueeze(1) for tensor in self)
+
+    def _like(self, tensors: Iterable[Tensor]) -> Tensors:
+        """Return a list with values for the same elements."""
+        return Tensors(tensors)
+
+    def _combined(self, operation: Callable[..., Any], other: Any) -> Tensors:
+        """Return the result of a list operation with an operand."""
+        return Tensors(operation(self, other))
+
+    def _operand(self, other: Any) -> Any:
+        """Return the operand of a list operation that updates this list."""
+        return other
 
     def _repeated(self, other: Any) -> Any:
         """Return an operand for each tensor."""

@@ -55,6 +55,7 @@ def install() -> None:
     for name, operation in (
         ("empty.memory_format", torch.ops.aten.empty.memory_format),
         ("empty_strided", lambda size, stride, **kwargs: torch.empty(size, **kwargs)),
+        ("view.dtype", torch.ops.aten.view.dtype),  # its default keeps the storage, by which memory is found here
         ("abs", torch.ops.aten.abs.default),  # its default writes into an empty tensor, which cannot grow here
     ):
         aten.impl(name, lambda *args, operation=operation, **kwargs: _on_cpu(operation, *args, **kwargs), "PrivateUse1")

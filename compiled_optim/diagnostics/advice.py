@@ -48,6 +48,14 @@ def advice(
     copied = [names[entry.param] for bound in plan.buckets for entry in bound.copied]
     if copied:
         yield f"{name_some(copied)} not dense in memory: copied before and after every step; make them .contiguous()"
+    not_flat = [entry for bound in plan.buckets if bound.bucket.is_outside for entry in bound.bucket.entries]
+    outside = [names[entry.param] for entry in not_flat if entry.param.numel()]
+    if outside:
+        yield (
+            f"{name_some(outside)} not in a flat buffer, so the number of operations grows with them; "
+            "`p.data = p.data.clone()` gives a view of another tensor memory of its own, and docs/backends.md lists "
+            "what else stays where it is"
+        )
     for unit in units:
         if unit.limit:
             yield f"{unit.name} runs one tensor at a time, because {unit.limit}"

@@ -103,7 +103,7 @@ class EagerTwin:
         grads = local_grads(self.params, lambda: self._names)
         unscales = self._unscale is not None
         names = lambda: self._names  # noqa: E731
-        buckets = make_buckets(self._rule, self._groups, self.state, grads, names, lambda _: eager, unscales)
+        buckets = make_buckets(self._rule, self._groups, self.state, grads, names, lambda _: (eager, False), unscales)
         plan = Plan(self._rule, self._groups, self.state, buckets, grads)
         plan.refresh(self._groups)
         plan.run(grads, False, self._unscale)

@@ -32,7 +32,7 @@ class BatchReport:
         """Return the report on a bucket for which a step makes these calls."""
         return cls(
             tensors=len(bucket.entries),
-            elements=sum(math.prod(shape) for shape in bucket.shapes),
+            elements=sum(bucket.flat_layout.sizes if bucket.is_flat else map(math.prod, bucket.shapes)),
             dtype=str(bucket.entries[0].param.dtype).removeprefix("torch."),
             device=str(bucket.device),
             backend=bucket.backend.name,

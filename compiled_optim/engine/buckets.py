@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends import ArgumentSpec, Backend, Batch
-from compiled_optim.engine import layout, states
+from compiled_optim.engine import flat_layout, layout, states
+from compiled_optim.engine.flat_layout import FlatLayout
 from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
+from compiled_optim.flat_programs import takes_matrix, works_flat
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
 from compiled_optim.storage import compute_dtype, storage_for
 from compiled_optim.tensors import sum_dtype
@@ -49,6 +51,9 @@ class Bucket:
     Group, step count and numbers select a row of scalars for each parameter. If the backend does not take rows, all
     parameters of a bucket have the same ones. A bucket has up to three batches: the norms of its gradients if they are
     clipped, the sums of a rule over sharded tensors, and the update.
+
+    The tensors of a bucket that ``is_flat`` lie in flat buffers. Its batches have the parts of these buffers. Those of
+    one that ``is_outside`` do not, although its backend gets flat buffers.
     """
 
     groups: Sequence[Group]
@@ -58,6 +63,8 @@ class Bucket:
     rows: bool
     wave: int = 0
     shards: ShardSpec | None = None
+    is_flat: bool = False
+    is_outside: bool = False
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -77,8 +84,19 @@ class Bucket:
         return torch.tensor(members, device="cpu").to(self.device)
 
     @cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of the working view of each parameter."""
+    def flat_layout(self) -> FlatLayout:
+        """The places of its tensors in flat buffers."""
+        sizes = [entry.local.numel() for entry in self.entries]
+        if not takes_matrix(self.program, 1 + self.rows):
+            return FlatLayout.in_chunks(sizes)
+        width = layout.view_shape(self.entries[0].local, True)[1] if self.rows else None
+        return FlatLayout.as_matrix(sizes, width)
+
+    @cached_property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of the working views of the parameters, or of the parts of a flat buffer."""
+        if self.is_flat:
+            return self.flat_layout.parts
         return [layout.view_shape(entry.local, self.rows) for entry in self.entries]
 
     @cached_property
@@ -90,7 +108,7 @@ class Bucket:
     def norm(self) -> Batch:
         """The batch that computes the squared norms of the gradients."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
-        return Batch(self.backend, program, str(self.device), self.dtypes[:1], self.shapes)
+        return Batch(self.backend, program, str(self.device), self.dtypes[:1], self.shapes, is_flat=self.is_flat)
 
     @cached_property
     def measure(self) -> Batch | None:
@@ -116,11 +134,20 @@ class Bucket:
         return [*([self.norm] if clips else []), *measure, self.update]
 
     def _update_batch(self, phase: Phase, *totals: ArgumentSpec) -> Batch:
-        program = replace(self.program, phase=phase)
+        program = replace(self.program, phase=phase, segments=self.flat_layout.segments if self.is_flat else 0)
         factors = {"inv_scale": program.unscales, "grad_scale": program.scaled}
         scales = [ArgumentSpec(name, program.dtype, ()) for name, is_used in factors.items() if is_used]
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
-        return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, (scalars, *scales, *totals))
+        arguments = (scalars, *scales, *totals, *self._row_arguments())
+        return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, arguments, self.is_flat)
+
+    def _row_arguments(self) -> list[ArgumentSpec]:
+        """Return the arguments that describe the rows of a flat buffer."""
+        if not self.is_flat or not self.flat_layout.segments:
+            return []
+        (shape,) = self.shapes
+        mask = [ArgumentSpec("mask", torch.bool, shape)] if self.flat_layout.is_padded else []
+        return [ArgumentSpec("row_segments", torch.int32, shape[:1]), *mask]
 
 
 def make_buckets(
@@ -129,7 +156,7 @@ def make_buckets(
     state: states.State,
     grads: Sequence[Tensor | None],
     names: Names,
-    backend_for: Callable[[torch.device], Backend],
+    backend_for: Callable[[torch.device], tuple[Backend, bool]],
     unscales: bool = False,
     stepped: Collection[int] = (),
 ) -> list[Bucket]:
@@ -144,7 +171,8 @@ def make_buckets(
         state: its state.
         grads: the local shards of the gradients, None for a parameter without one.
         names: returns the names of the parameters.
-        backend_for: returns the backend for a device.
+        backend_for: returns the backend for a device, and whether it gets flat buffers. A parameter that does not fit
+            into one is stepped where it is.
         unscales: make programs that unscale gradients in place.
         stepped: the ids of parameters that were stepped before, for rules that keep no state.
     """
@@ -155,6 +183,7 @@ def make_buckets(
     kinds = [places[program] for program in programs]
     keeps_state = rule.counts_steps or any(program.states for program in programs)
     backends: dict[torch.device, Backend] = {}
+    flat: dict[torch.device, bool] = {}
     entries, dtypes, seen = [], [], set()
     for index, (number, param) in enumerate(numbered):
         grad, values = grads[index], state.get(param)
@@ -164,7 +193,7 @@ def make_buckets(
         local = local_shard(param) if is_sharded else param
         device, dtype = local.device, param.dtype
         if device not in backends:
-            backends[device] = backend_for(device)
+            backends[device], flat[device] = backend_for(device)
         if grad is None:
             if not backends[device].takes_rows or not layout.is_steppable(local):
                 continue
@@ -189,16 +218,26 @@ def make_buckets(
     buckets: dict[tuple[object, ...], Bucket] = {}
     last: tuple[object, ...] | None = None
     waves = overlap_waves([entry.local for entry in entries])
-    for entry, own, wave in zip(entries, dtypes, waves, strict=True):
-        device, number = entry.local.device, entry.group
+    for i, (entry, own) in enumerate(zip(entries, dtypes, strict=True)):
+        device, number, wave = entry.local.device, entry.group, waves.get(i, 0)
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
         row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers)
-        key = (kinds[number], device, own, wave, entry.rows, shards, row)
+        is_flat = (
+            flat[device]
+            and shards is None
+            and i not in waves
+            and flat_layout.fits(entry.param, entry.rows)
+            and works_flat(programs[number], 1 + entry.rows)
+        )
+        width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
+        key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width)
         if key != last:  # comparing is faster than hashing
             last = key
             if key not in buckets:
                 stored = with_storages(programs[number], own[1:])
-                buckets[key] = Bucket(groups, backends[device], stored, own, entry.rows, wave, shards)
+                bucket = Bucket(groups, backends[device], stored, own, entry.rows, wave, shards, is_flat)
+                bucket.is_outside = flat[device] and not is_flat
+                buckets[key] = bucket
             bucket = buckets[key]
         bucket.entries.append(entry)
     # parameters that share memory are stepped in the order of their waves

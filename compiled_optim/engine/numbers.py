@@ -6,13 +6,12 @@ default dtype.
 
 from __future__ import annotations
 
-import copy
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import add
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,18 +147,3 @@ def place_number(values: dict[str, Any], name: str, number: Tensor, taken: set[i
     values[name] = number
     taken.add(id(number))
     return number
-
-
-StateT = TypeVar("StateT", bound=dict[Any, Any])
-
-
-def with_own_numbers(state: StateT, names: Iterable[str]) -> StateT:
-    """Return a copy of a state in which each number has its own memory. ``names`` are those of the numbers."""
-    copied = copy.copy(state)
-    for key, values in state.items():
-        if isinstance(values, dict):
-            with outside_of_modes():
-                own = {name: values[name].clone() for name in names if isinstance(values.get(name), Tensor)}
-            if own:
-                copied[key] = {**values, **own}
-    return copied

@@ -11,16 +11,17 @@ from compiled_optim.engine.layout import span
 from compiled_optim.engine.tensor_types import has_memory
 
 
-def overlap_waves(params: Sequence[Tensor]) -> list[int]:
-    """Return a wave number for each parameter: 0, 1, 2 ... for those that share memory, in order; 0 for all others.
+def overlap_waves(params: Sequence[Tensor]) -> dict[int, int]:
+    """Return a wave number for the index of each parameter that shares memory with others: 0, 1, 2 ..., in order.
 
-    Parameters whose address ranges interleave without a common element are numbered too, which costs an extra call.
+    Parameters whose address ranges interleave without a common element are numbered too, which costs an extra call. A
+    device that keeps its memory outside the storage has no addresses, so nothing is known about its tensors.
     """
     ranges = []
     for i, param in enumerate(params):
         extent = param.numel() if param.is_contiguous() else span(param)
-        if extent and has_memory(param):
-            start = param.data_ptr()
+        start = param.data_ptr() if extent and has_memory(param) else 0
+        if start:
             ranges.append((start, start + extent * param.element_size(), param.device, i))
     clusters: list[list[int]] = []
     reach: dict[torch.device, int] = {}
@@ -32,8 +33,5 @@ def overlap_waves(params: Sequence[Tensor]) -> list[int]:
             cluster_on[device] = [i]
             clusters.append(cluster_on[device])
         reach[device] = max(reach.get(device, 0), end)
-    waves = [0] * len(params)
-    for cluster in clusters:
-        for wave, i in enumerate(sorted(cluster)):
-            waves[i] = wave
-    return waves
+    shared = [sorted(cluster) for cluster in clusters if len(cluster) > 1]
+    return {i: wave for cluster in shared for wave, i in enumerate(cluster)}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_optim.engine import layout
+from compiled_optim.engine.flat_layout import is_flat
 from compiled_optim.engine.numbers import REMEDY, step_count
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import placement, shard_like
 from compiled_optim.engine.tensor_types import local_shard
+from compiled_optim.modes import outside_of_modes
 from compiled_optim.program import EMA
 from compiled_optim.storage import compute_dtype
 
@@ -122,3 +125,27 @@ def convert_states(
         else value
         for name, value in values.items()
     }
+
+
+StateT = TypeVar("StateT", bound=dict[Any, Any])
+
+
+def with_own_memory(state: StateT, numbers: Collection[str]) -> StateT:
+    """Return a copy of a state in which no tensor is a part of a longer one that belongs to this package.
+
+    Such parts are the tensors with the names ``numbers``, and those that lie in flat buffers.
+    """
+    copied = copy.copy(state)
+    for key, values in state.items():
+        if isinstance(values, dict):
+            copied[key] = copy_parts(values, numbers)
+    return copied
+
+
+def copy_parts(values: Mapping[str, Any], numbers: Collection[str]) -> dict[str, Any]:
+    """Return the states of one parameter for :func:`with_own_memory`."""
+    with outside_of_modes():
+        return {
+            name: value.clone() if isinstance(value, Tensor) and (name in numbers or is_flat(value)) else value
+            for name, value in values.items()
+        }

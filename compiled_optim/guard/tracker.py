@@ -55,6 +55,12 @@ class Tracker:
             {twin: _copied_description(seen[param], param, twin) for param, twin in twins.items()}, watches, vacant
         )
 
+    def note_addresses(self, params: Sequence[Tensor]) -> None:
+        """Record the addresses of parameters that this package has moved, which is not a change."""
+        seen = self.record.seen
+        moved = {param: seen[param]._replace(address=param.data_ptr()) for param in params if param in seen}
+        self.record = self.record._replace(seen={**seen, **moved})
+
     def modules_unchanged(self) -> bool:
         """Return True if the watched modules hold the same parameters. The guard checks the memory of parameters."""
         for watch in self.record.watches:  # noqa: SIM110 -- every step calls this, and all() is slower

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import invert, or_
 from typing import NamedTuple, Unpack
 
 import torch
@@ -14,7 +16,7 @@ from compiled_optim.engine.hyperparameters import check_not_negative
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import EngineOptions
-from compiled_optim.tensors import AllReduce, Number, Tensors, materialize, sum_dtype
+from compiled_optim.tensors import AllReduce, Number, Tensors, materialize
 
 
 class AdamP(Optimizer):
@@ -97,57 +99,77 @@ class AdamP(Optimizer):
             p *= 1 - decay
             p -= step_size * u
             return
-        channels = [RowSums.of_rows(*tensors) for tensors in zip(p, g, u, strict=True)]
-        misses = Tensors((~rows.is_orthogonal(delta, eps)).sum(dtype=rows.inner.dtype) for rows in channels)
-        sums = all_reduce(*map(Tensors, zip(*(rows.layer_sums() for rows in channels), strict=True)), misses)
-        for weight, step, rows, *layer, size, missed in zip(p, u, channels, *sums, strict=True):
-            along, fires = projection(rows, missed == 0, RowSums._make([*layer, size.sqrt()]), delta, eps, weight.dtype)
-            one = torch.ones_like(missed).to(weight.dtype)
-            ratio = torch.where(fires, wd_ratio, one)  # type: ignore[arg-type]
-            shrink = 1 - decay * ratio
-            weight.copy_(weight * shrink - step_size * (step - weight * along))
+        channel = RowSums.of_rows(p, g, u)
+        misses = channel.is_orthogonal(delta, eps).map(invert).total(channel.inner[0].dtype)
+        *sums, size, missed = all_reduce(*channel.layer_sums(), misses)
+        layer = RowSums._make([*sums, size.map(torch.sqrt)])
+        # the channel view is tried first, and fires if all its rows are orthogonal; then the layer view
+        channel_fires, layer_fires = missed.map(is_zero), layer.is_orthogonal(delta, eps)
+        along = channel_fires.map(torch.where, channel.along(eps), layer_fires.map(or_zero, layer.along(eps)))
+        along = along.map(partial(stored_as, p[0].dtype)).as_columns()
+        fires = channel_fires.map(or_, layer_fires).map(materialize)
+        shrink = fires.map(partial(shrink_by, decay, wd_ratio, p[0].dtype), missed)
+        for weight, stepped in zip(p, p.map(partial(step_along, step_size), u, shrink, along), strict=True):
+            weight.copy_(stepped)
 
 
 class RowSums(NamedTuple):
-    """Sums over each row of a tensor, of g p, p², g² and u p, and the root of a row's length."""
+    """Sums over the rows of tensors, of g p, p², g² and u p, and the root of a row's length."""
 
-    inner: Tensor
-    weight: Tensor
-    grad: Tensor
-    overlap: Tensor
-    root_length: float | Tensor
+    inner: Tensors
+    weight: Tensors
+    grad: Tensors
+    overlap: Tensors
+    root_length: Sequence[float | Tensor]
 
     @classmethod
-    def of_rows(cls, p: Tensor, g: Tensor, u: Tensor) -> RowSums:
-        """Return the sums of the channel view: as many rows as the tensor has."""
-        products = ((g, p), (p, p), (g, g), (u, p))
-        inner, weight, grad, overlap = ((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products)
-        return cls(inner, weight, grad, overlap, p.shape[1] ** 0.5)
+    def of_rows(cls, p: Tensors, g: Tensors, u: Tensors) -> RowSums:
+        """Return the sums of the channel view: as many rows as the tensors have."""
+        inner, weight, grad, overlap = (a.row_sums(b) for a, b in ((g, p), (p, p), (g, g), (u, p)))
+        return cls(inner, weight, grad, overlap, [length**0.5 for length in p.row_lengths()])
 
-    def layer_sums(self) -> list[Tensor]:
+    def layer_sums(self) -> list[Tensors]:
         """Return the sums of the layer view, which is all rows as one, and the number of its elements."""
-        sums = [rows.sum() for rows in (self.inner, self.weight, self.grad, self.overlap)]
-        return [*sums, torch.ones_like(self.inner).sum() * self.root_length**2]
+        sums = [rows.total() for rows in (self.inner, self.weight, self.grad, self.overlap)]
+        return [*sums, self.inner.map(torch.ones_like).total().map(lambda rows, root: rows * root**2, self.root_length)]
 
-    def is_orthogonal(self, delta: Number, eps: Number) -> Tensor:
+    def is_orthogonal(self, delta: Number, eps: Number) -> Tensors:
         """Return for each row whether its gradient is nearly orthogonal to its weights."""
-        cosine = self.inner.abs() / (self.grad.sqrt() + eps) / (self.weight.sqrt() + eps)
-        return cosine * self.root_length < delta  # cos < delta / sqrt(columns)
 
-    def along(self, eps: Number) -> Tensor:
+        def is_small(inner: Tensor, weight: Tensor, grad: Tensor, root_length: Tensor) -> Tensor:
+            cosine = inner.abs() / (grad.sqrt() + eps) / (weight.sqrt() + eps)
+            return cosine * root_length < delta  # cos < delta / sqrt(columns)
+
+        return self.inner.map(is_small, self.weight, self.grad, self.root_length)
+
+    def along(self, eps: Number) -> Tensors:
         """Return for each row how much of its weights is in its step: ``p̂ Σ(p̂ u) = p along``."""
-        norm = self.weight.sqrt() + eps
-        return self.overlap / norm / norm
+
+        def share(overlap: Tensor, weight: Tensor) -> Tensor:
+            norm = weight.sqrt() + eps
+            return overlap / norm / norm
+
+        return self.overlap.map(share, self.weight)
 
 
-def projection(
-    channel: RowSums, channel_fires: Tensor, layer: RowSums, delta: Number, eps: Number, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return by how much of each row of the parameter its step is reduced, and whether it is reduced at all.
+def is_zero(tensor: Tensor) -> Tensor:
+    return tensor == 0
 
-    The channel view is tried first, and fires if all its rows are orthogonal; then the layer view.
-    """
-    layer_fires = layer.is_orthogonal(delta, eps)
-    along = channel.along(eps)
-    along = torch.where(channel_fires, along, torch.where(layer_fires, layer.along(eps), torch.zeros_like(along)))
-    return materialize(along.to(dtype)).unsqueeze(1), materialize(channel_fires | layer_fires)
+
+def or_zero(condition: Tensor, value: Tensor) -> Tensor:
+    return torch.where(condition, value, 0.0)
+
+
+def stored_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return materialize(tensor.to(dtype))
+
+
+def shrink_by(decay: Number, wd_ratio: Number, dtype: torch.dtype, fires: Tensor, missed: Tensor) -> Tensor:
+    """Return the factor of weight decay, which is smaller where the projection fires."""
+    ratio = torch.where(fires, wd_ratio, torch.ones_like(missed).to(dtype))  # type: ignore[arg-type]
+    return 1 - decay * ratio
+
+
+def step_along(step_size: Number, weight: Tensor, u: Tensor, shrink: Tensor, along: Tensor) -> Tensor:
+    """Return the weights after a step without its part along the weights."""
+    return weight * shrink - step_size * (u - weight * along)

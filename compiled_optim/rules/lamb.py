@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -79,7 +80,7 @@ class Lamb(Optimizer):
         u = direction(p, g, exp_avg, exp_avg_sq, beta1, beta2, eps, weight_decay if has_weight_decay else None)
         if use_trust_ratio:
             weights, updates = all_reduce(p.sum_of_squares(), u.sum_of_squares())
-            u *= Tensors(map(trust_ratio, weights, updates, u))
+            u *= weights.map(partial(trust_ratio, dtype=u[0].dtype), updates)
         p -= lr * u
 
 
@@ -96,8 +97,8 @@ def direction(
     return u
 
 
-def trust_ratio(weights: Tensor, updates: Tensor, u: Tensor) -> Tensor:
+def trust_ratio(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the factor of an update, from the sums of squares of the weights and of the update."""
     weight_norm, update_norm = weights.sqrt(), updates.sqrt()
     ratio = weight_norm.clamp(max=MAX_WEIGHT_NORM) / update_norm
-    return materialize(torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0).to(u.dtype))
+    return materialize(torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0).to(dtype))

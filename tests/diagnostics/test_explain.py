@@ -105,7 +105,9 @@ def signature_of(batch="update", shapes=((3,),), dtype=torch.float32, **options)
     params = parameters(shapes, dtype)
     optimizer = co.Adam(params, **{"weight_decay": 0.1, **options})
     cpu = for_device("cpu")
-    (bucket,) = make_buckets(optimizer, optimizer.param_groups, {}, params, lambda: ["weight"], lambda device: cpu)
+    (bucket,) = make_buckets(
+        optimizer, optimizer.param_groups, {}, params, lambda: ["weight"], lambda device: (cpu, False)
+    )
     ((signature, _),) = getattr(bucket, batch).calls
     return signature
 

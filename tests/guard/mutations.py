@@ -71,10 +71,16 @@ class World(CheckedWorld):
         """Resize the storage: its memory moves, but shape and values do not change."""
         param = self.param(name)
         if param.device.type == "cpu":
-            before = param.data_ptr()
+            before = self.addresses()
             param.data.untyped_storage().resize_(param.untyped_storage().nbytes() + 8)
-            if param.data_ptr() != before:
-                self.disturbed.add(name)
+            self.disturbed |= self.moved_since(before)
+
+    def addresses(self) -> dict[str, int]:
+        return {name: self.param(name).data_ptr() for name in self.names()}
+
+    def moved_since(self, before: dict[str, int]) -> set[str]:
+        """Return the parameters that have other addresses than before. Those in a flat buffer move together."""
+        return {name for name, address in self.addresses().items() if before[name] != address}
 
     def transposed_data(self, name: str) -> None:
         param = self.param(name)
@@ -84,9 +90,9 @@ class World(CheckedWorld):
 
     def memory_format(self) -> None:
         if self.device().type == "cpu":
-            before = {name: self.param(name).data_ptr() for name in self.names()}
+            before = self.addresses()
             self.net.to(memory_format=torch.channels_last)
-            self.disturbed |= {name for name, address in before.items() if self.param(name).data_ptr() != address}
+            self.disturbed |= self.moved_since(before)
 
     def cast(self, method: str) -> None:
         # the guard recognises a parameter moved between devices by its values; casts there and back may leave them

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.engine.flat_layout import CHUNKS
 from tests.backends.recording_backend import RecordingBackend
 from tests.helpers import assert_close, params_of
 
@@ -119,11 +120,11 @@ def backward(net, seed):
         param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
 
 
-def prepared(name, case, compiled, clip):
+def prepared(name, case, compiled, clip, layout=None):
     """Return a module and an optimizer that is about to make the step of a case."""
     steps, change = CASES[case]
     net = Net()
-    optimizer = getattr(co, name)(net, **OPTIMIZERS[name], compile=compiled, max_grad_norm=clip)
+    optimizer = getattr(co, name)(net, **OPTIMIZERS[name], compile=compiled, max_grad_norm=clip, layout=layout)
     for seed in range(steps):
         backward(net, seed)
         optimizer.step()
@@ -161,15 +162,15 @@ def names_in(optimizer):
     return list(optimizer.param_groups[0]["param_names"])
 
 
-def interrupt_everywhere(name, case, compiled, clip):
+def interrupt_everywhere(name, case, compiled, clip, layout=None):
     """Interrupt the step of a case at all moments, one after the other, and check what is left."""
     for _ in range(2):  # the second time, all caches are filled
-        net, optimizer = prepared(name, case, compiled, clip)
+        net, optimizer = prepared(name, case, compiled, clip, layout)
         seen = moments_of(optimizer.step)
     names_after = names_in(optimizer)
     first = {moment: number for number, moment in reversed([*enumerate(seen)])}
     for number in range(len(seen)) if ALL else sorted(first.values()):
-        net, optimizer = prepared(name, case, compiled, clip)
+        net, optimizer = prepared(name, case, compiled, clip, layout)
         held = dict(zip(names_in(optimizer), params_of(optimizer), strict=True))
         ids = [id(param) for param in params_of(optimizer)]
         kept = [net.get_parameter(each) for each in names_after]
@@ -211,6 +212,35 @@ def test_compiled(name, case):
 def test_eager(case):
     """Here an interrupt inside the formula leaves a part of a step, as in torch.optim, so there is none."""
     interrupt_everywhere("AdamW", case, False, None)
+
+
+@pytest.mark.parametrize("case", CASES if ALL else ["first", "ordinary", "a gradient is None", "all of them"])
+@pytest.mark.parametrize("name", OPTIMIZERS if ALL else ["AdamW"])
+def test_flat(name, case):
+    interrupt_everywhere(name, case, False, 1.0 if name == "AdamW" else None, "flat")
+
+
+def test_between_two_chunks_of_a_flat_buffer():
+    """A parameter may lie in two chunks, so the others follow before the exception is raised."""
+    param = nn.Parameter(torch.ones(CHUNKS[-1] + 5))
+    optimizer = co.AdamW([param], **OPTIMIZERS["AdamW"], compile=False, layout="flat")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    expected = torch_step("AdamW", None, contents(optimizer, [param]))
+    (bucket,) = optimizer._stepper._plan.buckets
+    first, second = bucket._update.calls
+    left = [KeyboardInterrupt]
+
+    def interrupted_once(grads):
+        for error in left:
+            left.clear()
+            raise error
+        return second.call(grads)
+
+    bucket._update.calls = [first, second._replace(call=interrupted_once)]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert_is(content(optimizer, param), expected[param])
 
 
 def test_between_two_calls_of_a_step():

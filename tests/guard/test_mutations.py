@@ -18,12 +18,12 @@ MOVES = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=25)
 
 
 @pytest.mark.parametrize("policy", ["recompile", "raise"])
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["compiled", "eager", "flat"])
 def test_mutations(mode, policy):
     @settings(max_examples=SEQUENCES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(MOVES)
     def run(moves):
-        play(World(mode == "compiled", policy), moves)
+        play(World(mode == "compiled", policy, layout="flat" if mode == "flat" else None), moves)
 
     run()
 
@@ -38,7 +38,7 @@ for seed in range({sequences}):
     choose = random.Random(seed)
     moves = [(choose.randrange(40), choose.randrange(4)) for _ in range(choose.randrange(25))]
     try:
-        play(World(False, choose.choice(["recompile", "raise"]), "npu"), moves)
+        play(World(False, choose.choice(["recompile", "raise"]), "npu", choose.choice(["tensors", "flat"])), moves)
     except BaseException:
         print("failed:", seed, moves)
         raise

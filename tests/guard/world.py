@@ -19,13 +19,13 @@ from .place import OPTIONS, Place
 class CheckedWorld:
     """The module, the optimizer under test, and the expected content of the module."""
 
-    def __init__(self, compiled: bool, policy: str, device: str = "cpu") -> None:
+    def __init__(self, compiled: bool, policy: str, device: str = "cpu", layout: str | None = None) -> None:
         torch.manual_seed(0)
         self.generator = torch.Generator().manual_seed(1)
         self.net = nn.ModuleDict({"conv": nn.Conv2d(2, 3, 2), "fc": nn.Linear(3, 4)}).to(device)
         self.policy, self.compiled = policy, compiled
         groups = [{"params": list(self.net[name].named_parameters(name))} for name in ("conv", "fc")]
-        self.optimizer = co.AdamW(groups, **OPTIONS, compile=compiled, on_realloc=policy)
+        self.optimizer = co.AdamW(groups, **OPTIONS, compile=compiled, on_realloc=policy, layout=layout)
         self.optimizer.watch(self.net)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.places = {name: Place(param, name[0] == "f") for name, param in self.net.named_parameters()}

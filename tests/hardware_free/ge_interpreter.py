@@ -43,6 +43,7 @@ def _each(function):
 OPERATIONS: dict[str, Any] = {
     "Abs": lambda o, a: a.abs(),
     "Add": lambda o, a, b: a + b,
+    "Addcmul": lambda o, a, b, c, value: a + value * b * c,
     "ClipByValueV2": lambda o, a, low, high: torch.minimum(torch.maximum(a, low), high),
     "Cast": lambda o, a: a.to(CAST[o.attr["dst_type"].i]),
     "Equal": lambda o, a, b: a == b,
@@ -54,6 +55,7 @@ OPERATIONS: dict[str, Any] = {
     "ForeachMinimumList": _each(torch.minimum),
     "ForeachMulList": _each(torch.mul),
     "ForeachSubList": _each(torch.sub),
+    "GatherV2": lambda o, a, indices, axis: a.index_select(int(axis), indices),
     "Greater": lambda o, a, b: a > b,
     "Less": lambda o, a, b: a < b,
     "LogicalAnd": lambda o, a, b: a & b,
@@ -76,6 +78,7 @@ OPERATIONS: dict[str, Any] = {
     "Sxpy": lambda o, a, b, alpha: a - alpha.to(a.dtype) * b,
     "TensorMove": lambda o, a: a.clone(),
     "Unpack": lambda o, a: list(a.unbind(o.attr["axis"].i)),
+    "UnsortedSegmentSum": lambda o, a, segments, count: a.new_zeros(int(count)).index_add(0, segments, a),
     "Unsqueeze": lambda o, a: a.unsqueeze(o.attr["axes"].list.i[0]),
     "ZerosLike": lambda o, a: torch.zeros_like(a),
 }

@@ -1,6 +1,7 @@
-"""Script: lower all optimizers with torchair's converters, step them on device ``npu``, and print the results as JSON.
+"""Script: lower lists of tensors with torchair's converters, step them on device ``npu``, and print results as JSON.
 
-The tensors are in CPU memory, and an interpreter runs the GE graphs.
+The tensors are in CPU memory, and an interpreter runs the GE graphs. ``lower_npu_flat`` does the same for flat buffers,
+which are the default.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def executed(recording: Recording) -> dict[str, Any]:
                 mock.patch.object(buckets, "has_dtensor", return_value=shards is not None),
                 mock.patch.object(buckets.ShardSpec, "from_tensor", return_value=shards),
             ):
-                ours = stepped(name, "npu", True, dtype, **options)
+                ours = stepped(name, "npu", True, dtype, **options, layout="tensors")
             eager = stepped(name, "cpu", False, dtype, **options)
             pairs = list(zip(params_of(ours), params_of(eager), strict=True))
             report = ours.explain()
@@ -105,12 +106,7 @@ def main() -> None:
     recording = torchair_without_cann.install()
     recording.watch(npu.NpuBackend)
     report: dict[str, Any] = {}
-    # the interpreter replaces CANN and the device; everything else is as on hardware
-    # tensors of this device have no addresses, so all of them would seem to share memory
-    with (
-        mock.patch.object(npu, "_missing_device", return_value=None),
-        mock.patch.object(buckets, "overlap_waves", lambda params: [0] * len(params)),
-    ):
+    with torchair_without_cann.interpreted():
         report["chosen"] = {device: backends.for_device(device).name for device in ("npu", "cpu")}
         report["executed"] = executed(recording)
         report["mixed"] = mixed()

@@ -40,7 +40,7 @@ class OneProcess:
 def buckets(optimizer: co.Optimizer, backend: Backend, sharded: bool = False) -> list[Bucket]:
     """Return the buckets of a step in which every parameter has a gradient."""
     groups, params = optimizer.param_groups, params_of(optimizer)
-    found = make_buckets(optimizer, groups, {}, params, lambda: [""] * len(params), lambda device: backend)
+    found = make_buckets(optimizer, groups, {}, params, lambda: [""] * len(params), lambda device: (backend, False))
     for bucket in found:
         bucket.shards = OneProcess() if sharded else None  # type: ignore[assignment]
     return found

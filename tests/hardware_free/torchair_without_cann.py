@@ -7,14 +7,20 @@ separate process.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
+from compiled_optim.backends import npu
+from compiled_optim.backends.staging import Buffer, Staging, bytes_of
 from compiled_optim.program import Phase
 
 WHEEL = Path(os.environ.get("TORCH_NPU_WHEEL", Path(sys.prefix) / "torch_npu"))
@@ -36,6 +42,11 @@ class Recording:
         """Forget everything recorded so far."""
         self.__init__()
 
+    def compute_nodes(self) -> list[int]:
+        """Return the number of nodes that compute something, for each graph."""
+        idle = ("Data", "RefData", "Const", "NetOutput")
+        return [sum(operation.type not in idle for operation in graph.graph.op) for graph in self.graphs]
+
     def operations(self) -> dict[str, int]:
         """Return the number of operations of each type in all graphs."""
         counts = collections.Counter(operation.type for graph in self.graphs for operation in graph.graph.op)
@@ -54,6 +65,36 @@ class Recording:
             return made
 
         backend.graph = graph
+
+
+class HostStaging(Staging):
+    """Copies to the test device, which is host memory: it has no pinned memory and no events."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size, device, Done)
+
+    def _new(self) -> Buffer:
+        tensor = torch.zeros(len(self.memory), dtype=torch.uint8)
+        return Buffer(bytes_of(tensor), tensor, Done())
+
+
+class Done:
+    """The event behind a copy that is done when the call returns."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Let the interpreter replace CANN, and host memory the device. Everything else is as on hardware."""
+    with (
+        mock.patch.object(npu, "_missing_device", return_value=None),
+        mock.patch.object(npu, "staging", HostStaging),
+    ):
+        yield
 
 
 def install() -> Recording:
@@ -90,7 +131,7 @@ def install() -> Recording:
         SetDebugLogPath=lambda path: None,
         GetSocName=lambda: "Ascend910B1",
         check_cann_compat=lambda *args: "",
-        get_registered_ir_def=lambda name: ("None", [], [], []),
+        get_registered_ir_def=lambda name: ("SUCCESS", [], [], []),
     )
     sys.modules["torchair.core._torchair"] = core
     sys.path.insert(0, str(WHEEL / "torch_npu" / "dynamo"))

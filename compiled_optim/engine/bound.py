@@ -1,0 +1,204 @@
+"""Buckets bound to parameters, states and compiled calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.backends import BoundArguments, BoundBatch
+from compiled_optim.engine import layout, states
+from compiled_optim.engine.buckets import Bucket, Entry
+from compiled_optim.engine.numbers import Numbers, StepCounters, place_number
+from compiled_optim.engine.rows import Progress, RowReader, Rows
+from compiled_optim.engine.rule import Rule
+from compiled_optim.tensors import picker
+
+
+class BoundBucket(ABC):
+    """A bucket bound to its parameters, states and compiled calls. A subclass knows where they lie in memory."""
+
+    def __init__(self, bucket: Bucket, rule: Rule, readers: Sequence[RowReader], state: states.State) -> None:
+        self.bucket = bucket
+        program, entries = bucket.program, bucket.entries
+        self._pick = picker([entry.index for entry in entries])
+        self.copied: list[Entry] = []
+        """The parameters that are updated in copies."""
+        limit = None if rule.counts_steps else int(bool(program.states))  # 1 means that there are states
+        counters = StepCounters([entry.steps for entry in entries], limit)
+        numbers = [Numbers(values) for values in zip(*(entry.numbers for entry in entries), strict=True)]
+        named = {"step": counters.public} if rule.counts_steps else {}
+        named |= zip(rule.numbers, numbers, strict=True)
+        initial = {i: rule.initial_states(bucket.groups[i], program.states) for i in bucket.group_numbers}
+        self._state = state
+        keeps_state = bool(named or program.states)
+        values = [state[entry.param] if keeps_state else {} for entry in entries]
+        self._created = [i for i, own in enumerate(values) if keeps_state and not own]
+        taken: set[int] = set()
+        placed = [
+            place_number(own, name, number.tensors[i], taken)
+            for i, own in enumerate(values)
+            for name, number in named.items()
+        ]
+        kept, lists = self._place(values, [initial[entry.group] for entry in entries])
+        self.states = [*placed, *kept]
+        self.scalar_rows = Rows(bucket, counters, numbers, readers)
+        self._totals = None
+        if bucket.sums:
+            self._totals = torch.zeros(bucket.sums, len(entries), dtype=bucket.sum_dtype, device=bucket.device)
+        arguments = BoundArguments(
+            self.scalar_rows.scalars,
+            self.scalar_rows.inv_scale if program.unscales else None,
+            self.scalar_rows.grad_scale if program.scaled else None,
+            self._totals,
+            **self._row_arguments(),
+        )
+        self._measure = None if bucket.measure is None else bucket.measure.bind(lists, arguments)
+        self._update = bucket.update.bind(lists, arguments)
+
+    @abstractmethod
+    def _place(
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Create missing states. Return the state tensors, and the lists that calls work on, parameters first.
+
+        ``values`` are the states of each parameter, and ``initial`` the initial values of its states.
+        """
+
+    def _row_arguments(self) -> dict[str, Tensor]:
+        """Return the arguments that describe the rows of a flat buffer."""
+        return {}
+
+    @abstractmethod
+    def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of this bucket, as its calls take them."""
+
+    @property
+    @abstractmethod
+    def converted(self) -> Sequence[int]:
+        """The indices, among the entries, of gradients of which the calls get copies."""
+
+    @abstractmethod
+    def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
+        """Update the parameters and states in place. ``grads`` are the result of :meth:`pick_grads`.
+
+        ``some_absent`` is True if one may be None. If an exception ends the update, such as KeyboardInterrupt, the
+        steps of updated parameters are counted.
+        """
+
+    def bound_batches(self) -> list[BoundBatch]:
+        """Return the bound batches of the update, one for each phase."""
+        return [self._update] if self._measure is None else [self._measure, self._update]
+
+    def remove_unused_states(self) -> None:
+        """Remove the states that were created for parameters which are not updated yet."""
+        for i in self._created:
+            self._state.pop(self.bucket.entries[i].param, None)
+
+
+class TensorBucket(BoundBucket):
+    """A bucket whose parameters stay where they are."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        rule: Rule,
+        readers: Sequence[RowReader],
+        state: states.State,
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        # a parameter that is not dense is updated in a dense copy
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        super().__init__(bucket, rule, readers, state)
+        self._grad_views = self._views_of(self._pick(grads))
+
+    def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of this bucket, converted and viewed as the calls need them."""
+        picked: Sequence[Tensor | None] = self._pick(grads)
+        if not self._grad_views:
+            return picked
+        viewed = list(picked)
+        for i, view in self._grad_views.items():
+            grad = viewed[i]
+            viewed[i] = grad if grad is None else view(grad)
+        return viewed
+
+    @property
+    def converted(self) -> list[int]:
+        """The indices, among the entries, of gradients that are converted before use."""
+        return [i for i, view in self._grad_views.items() if view.func is _converted]
+
+    def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
+        """Update the parameters and states in place."""
+        for copy, param in self._copies:
+            copy.copy_(param)
+        if self._measure is not None:
+            self._measure(grads)
+            assert self.bucket.shards is not None
+            assert self._totals is not None
+            self.bucket.shards.all_reduce_(self._totals)
+        present = [grad is not None for grad in grads] if some_absent else None
+        before, runs = self.scalar_rows.progress(), self._update.runs[:]
+        after = self.scalar_rows.after(present)
+        try:
+            self._update(grads)
+            self._finish(after, present is None)
+            self._created = []
+        except BaseException:
+            updated = self._update.updated_since(runs, len(grads))
+            if any(updated):
+                self._finish(before.partly(after, updated), False)
+                self._created = [i for i in self._created if not updated[i]]
+            raise
+
+    def _finish(self, progress: Progress, in_step: bool) -> None:
+        """Write to parameters that are not dense, and count the step. The call can be repeated."""
+        for copy, param in self._copies:
+            param.copy_(copy)
+        self.scalar_rows.write(progress, in_step)
+
+    def _place(
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        bucket = self.bucket
+        kept = [
+            states.materialize_states(own, entry.param, entry.local, first, bucket.rows)
+            for own, entry, first in zip(values, bucket.entries, initial, strict=True)
+        ]
+        lists = [[self._updated(entry) for entry in bucket.entries], *map(list, zip(*kept, strict=True))]
+        if not bucket.backend.by_address:
+            lists = [[layout.working_view(tensor, bucket.rows) for tensor in tensors] for tensors in lists]
+        return [tensor for tensors in kept for tensor in tensors], lists
+
+    def _updated(self, entry: Entry) -> Tensor:
+        """Return the tensor that is updated: the parameter itself, or a copy if it is not dense."""
+        rows = self.bucket.rows
+        if layout.has_working_view(entry.local, rows):
+            return entry.local if self.bucket.backend.by_address else entry.local.detach()
+        param = entry.local.detach()
+        copy = layout.copy_like(param, param, rows)
+        self._copies.append((copy, param))
+        self.copied.append(entry)
+        return copy
+
+    def _views_of(self, grads: Sequence[Tensor | None]) -> dict[int, partial[Tensor]]:
+        """Return, by index, the function that converts or views a gradient; none for gradients used as they are."""
+        rows, by_address = self.bucket.rows, self.bucket.backend.by_address
+        views: dict[int, partial[Tensor]] = {}
+        for i, (entry, grad) in enumerate(zip(self.bucket.entries, grads, strict=True)):
+            like = entry.local if grad is None else grad  # a later gradient that differs from it makes a new plan
+            if like.dtype != entry.grad_dtype or not layout.pairs_with(entry.local, like, rows):
+                views[i] = partial(_converted, entry.local, rows, entry.grad_dtype, by_address)
+            elif not by_address:
+                views[i] = partial(layout.working_view, rows=rows)
+        return views
+
+
+def _converted(param: Tensor, rows: bool, dtype: torch.dtype, by_address: bool, grad: Tensor) -> Tensor:
+    """Return a copy of a gradient with the dtype and the strides that the calls need."""
+    copy = layout.copy_like(param, grad, rows, dtype)
+    return copy if by_address else layout.working_view(copy, rows)

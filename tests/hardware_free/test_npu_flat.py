@@ -1,0 +1,110 @@
+"""Flat buffers on the NPU without an NPU: torchair's converters build the GE graphs, and an interpreter runs them."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from tests.hardware_free import steps
+from tests.hardware_free.conftest import require
+from tests.rules.test_npu import EXAMPLES
+
+pytestmark = pytest.mark.slow
+LIMITS = {"SGD": 8, "AdamW": 14, "Lion": 10, "Lamb": 30, "AdamP": 100}
+KINDS = {"module.cpu()": ["device", "device"], "a new object": ["replaced"], "None": ["removed"]}
+
+
+@pytest.fixture(scope="module")
+def report(run_script):
+    require("torch", "torch_npu")
+    return run_script("lower_npu_flat")
+
+
+def test_the_size_of_a_graph_does_not_depend_on_the_number_of_tensors(report):
+    for case, of_case in report["nodes"].items():
+        assert list(of_case) == ["5", "20", "161"]
+        assert of_case["5"] == of_case["20"] == of_case["161"], case
+        assert all(len(numbers) == 1 for numbers in of_case["5"].values()), case
+
+
+def test_compute_nodes(report):
+    """All nodes but Data, Const and NetOutput."""
+    found = {kind: numbers[0] for of_case in report["nodes"].values() for kind, numbers in of_case["161"].items()}
+    for name, limit in LIMITS.items():
+        assert max(number for kind, number in found.items() if kind.startswith(f"{name}[float32")) <= limit
+    assert_expected_inline(
+        "\n".join(f"{kind:40} {number}" for kind, number in sorted(found.items())),
+        """\
+Adadelta[bfloat16, flat]                 21
+Adadelta[float32, flat]                  14
+AdamP[bfloat16, flat]                    19
+AdamP[bfloat16, rows, flat]              80
+AdamP[float32, flat]                     12
+AdamP[float32, rows, flat]               73
+AdamW[bfloat16, flat]                    19
+AdamW[bfloat16, scaled, flat]            20
+AdamW[float32, flat]                     12
+AdamW[float32, scaled, flat]             13
+Adam[bfloat16, flat]                     22
+Adam[float32, flat]                      13
+Adan[bfloat16, flat]                     30
+Adan[float32, flat]                      19
+BertAdam[bfloat16, scaled, flat]         19
+BertAdam[float32, scaled, flat]          12
+Lamb[bfloat16, rows, flat]               37
+Lamb[float32, rows, flat]                30
+Lion[bfloat16, flat]                     13
+Lion[float32, flat]                      8
+RMSpropTF[bfloat16, flat]                22
+RMSpropTF[float32, flat]                 13
+RMSprop[bfloat16, flat]                  22
+RMSprop[float32, flat]                   13
+SGD[bfloat16, flat]                      10
+SGD[float32, flat]                       5
+squared_norm[bfloat16, flat]             7
+squared_norm[float32, flat]              6""",
+    )
+
+
+@pytest.mark.parametrize("name", steps.OPTIMIZERS)
+def test_graphs_agree_with_the_reference(report, name):
+    """Twenty tensors and ten steps, compared with torch.optim or the formula of the paper."""
+    found = report["executed"][name]
+    assert found["apart"] <= 1e-6
+    assert all(", flat]" in unit for unit in found["units"])
+    assert found["copied_back"] == 0
+    assert found["recompiles"] == 0
+    assert found["runs_of_steps"] == found["calls_of_steps"] > 0
+
+
+@pytest.mark.parametrize("name", steps.OPTIMIZERS)
+def test_one_graph_for_two_models(report, name):
+    """A rule that sums over tensors needs graphs of its own for each total size of the tensors."""
+    assert report["executed"][name]["graphs_of_another_model"] == (name in ("AdamP", "Lamb"))
+
+
+def test_hyperparameters_are_one_input(report):
+    assert report["executed"]["AdamW"]["inputs"] == 5  # gradients, parameters, two states, hyperparameters
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_scripts_of_torch_npu(report, name):
+    found = report["seeds"][name]
+    assert found["is_flat"]
+    assert max(found["apart"]) <= 3e-4, "the rounding of float16 parameters"
+    assert found["apart"][-1] == 0, "no gradient, no step"
+
+
+@pytest.mark.parametrize("policy", ["recompile", "raise"])
+@pytest.mark.parametrize("cause", KINDS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_torch_npu_forbids(report, name, cause, policy):
+    found = report["seeds"][name]["causes"][f"{cause}, {policy}"]
+    assert found["is_flat"]
+    if policy == "raise":
+        assert found["raised"] == KINDS[cause]
+        assert found["unchanged"]
+    else:
+        assert found["raised"] is None
+        assert found["apart"] <= 1e-6
+        assert found["events"] == len(KINDS[cause])
