@@ -52,6 +52,18 @@ Lion float32               59
 Lion bfloat16              84
 Adan float32              124
 Adan bfloat16             179
+Adamax float32             62
+Adamax bfloat16            97
+Adagrad float32            46
+Adagrad bfloat16           71
+RAdam float32              83
+RAdam bfloat16            118
+Rprop float32             108
+Rprop bfloat16            143
+NAdam float32              85
+NAdam bfloat16            120
+ASGD float32               49
+ASGD bfloat16              74
 AdamW clipped float32     112
 AdamW clipped bfloat16    152
 AdamP sharded float32     388

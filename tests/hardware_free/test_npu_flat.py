@@ -35,8 +35,12 @@ def test_compute_nodes(report):
     assert_expected_inline(
         "\n".join(f"{kind:40} {number}" for kind, number in sorted(found.items())),
         """\
+ASGD[bfloat16, flat]                     11
+ASGD[float32, flat]                      6
 Adadelta[bfloat16, flat]                 21
 Adadelta[float32, flat]                  14
+Adagrad[bfloat16, flat]                  12
+Adagrad[float32, flat]                   7
 AdamP[bfloat16, flat]                    19
 AdamP[bfloat16, rows, flat]              80
 AdamP[float32, flat]                     12
@@ -47,6 +51,8 @@ AdamW[float32, flat]                     12
 AdamW[float32, scaled, flat]             13
 Adam[bfloat16, flat]                     22
 Adam[float32, flat]                      13
+Adamax[bfloat16, flat]                   17
+Adamax[float32, flat]                    10
 Adan[bfloat16, flat]                     30
 Adan[float32, flat]                      19
 BertAdam[bfloat16, scaled, flat]         19
@@ -55,10 +61,16 @@ Lamb[bfloat16, rows, flat]               37
 Lamb[float32, rows, flat]                30
 Lion[bfloat16, flat]                     13
 Lion[float32, flat]                      8
+NAdam[bfloat16, flat]                    21
+NAdam[float32, flat]                     14
+RAdam[bfloat16, flat]                    20
+RAdam[float32, flat]                     13
 RMSpropTF[bfloat16, flat]                22
 RMSpropTF[float32, flat]                 13
 RMSprop[bfloat16, flat]                  22
 RMSprop[float32, flat]                   13
+Rprop[bfloat16, flat]                    22
+Rprop[float32, flat]                     15
 SGD[bfloat16, flat]                      10
 SGD[float32, flat]                       5
 squared_norm[bfloat16, flat]             7
