@@ -156,7 +156,7 @@ RADAM = Entry(
     refused=(*LR_AND_DECAY, *EPS, *BETAS),
     tolerance=(1e-12, 2e-6),
     float16={"eps": 1e-3},
-    measured=Measured({"lr": 1e-3}, states=2),
+    measured=Measured({"lr": 1e-2}, states=2),
 )
 
 RPROP = Entry(

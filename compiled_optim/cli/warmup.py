@@ -65,6 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
             "call its warmup() instead"
         )
         return 1
+    available = backend.available()
+    if not available:
+        print(available.reason)
+        return 1
     rows = []
     for rule in arguments.optimizer:
         for settings in ({}, {"max_grad_norm": 1.0}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_optim.backends import for_device
+from compiled_optim.backends import Availability, for_device
 from compiled_optim.cli import main
 from tests.helpers import run_python
 
@@ -76,5 +76,11 @@ def test_a_directory_that_cannot_be_used(capsys, monkeypatch, tmp_path):
 
 
 def test_devices_where_shapes_are_compiled_in(capsys):
-    assert main(["warmup", "--optimizer", "adamw", "--device", "cuda"]) == 1
+    assert main(["warmup", "--optimizer", "adamw", "--device", "npu"]) == 1
     assert "call its warmup() instead" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(for_device("cuda"), "available", lambda: Availability(False, "torch sees no CUDA device"))
+    assert main(["warmup", "--optimizer", "adamw", "--device", "cuda"]) == 1
+    assert "torch sees no CUDA device" in capsys.readouterr().out
