@@ -65,7 +65,7 @@ def _bind_pieces(
     program: UpdateProgram, shapes: Sequence[Shape], lists: TensorLists, values: Callable[[], Arguments]
 ) -> Call:
     """Return a call that runs an update piece by piece; sums over a split tensor are computed first."""
-    pieces = cut_to_cache(shapes, (MAX_WHOLE if program.reduces else MAX_PIECE) if program.is_separable else math.inf)
+    pieces = cut_to_cache(shapes, _largest_whole(program))
     bound = [(piece, [piece.of(tensors) for tensors in lists]) for piece in pieces]
     cut = [(piece, part) for piece, part in bound if piece.elements[0] is not None]
     # only if a tensor is split: counting runs the rule once, and a debugger would stop there
@@ -88,6 +88,13 @@ def _bind_pieces(
                 program([piece.of(grads), *part], arguments)
 
     return call
+
+
+def _largest_whole(program: UpdateProgram) -> float:
+    """Return the number of elements from which a tensor is split."""
+    if not program.is_separable or program.row_lists:
+        return math.inf
+    return MAX_WHOLE if program.reduces else MAX_PIECE
 
 
 def cut_to_cache(shapes: Sequence[Shape], max_whole: float) -> list[Piece]:

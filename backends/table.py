@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
 from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
 from compiled_optim.program import TensorLists
+from compiled_optim.quantization import BLOCK
 from compiled_optim.torch_private import data_ptr_function
 
 CHUNK = 1 << 17
@@ -33,13 +34,14 @@ CACHE_LINE = 64
 class Task(NamedTuple):
     """One or both passes over a chunk of a tensor; the fields of ``Task`` in ``table_driver.cpp``.
 
-    ``start`` and ``length`` count elements, or rows for tensors with two dimensions. ``slot`` is the place of the sums
-    over this chunk.
+    ``start`` and ``length`` count elements, or rows for tensors with two dimensions, and ``columns`` is the length of
+    its rows. ``slot`` is the place of the sums over this chunk.
     """
 
     tensor: int
     start: int
     length: int
+    columns: int
     slot: int
     passes: int
 
@@ -108,7 +110,7 @@ class BoundTable:
             "progress": array("q", bytes(8 * count)),
             "runs": self.runs,
         }
-        self._sizes = list(map(math.prod, shapes))
+        self._sizes = list(map(elements, shapes))
         self._parallel = sum(self._sizes) >= PARALLEL_FROM
         (serial,) = queues(self._sizes, self._chunks, 1)
         self._serial = _flat(serial)
@@ -156,20 +158,35 @@ def _address(memory: array[Any] | Tensor | None) -> int:
 
 
 def cut(shapes: Sequence[Shape], chunk: int, passes: int) -> list[list[Task]]:
-    """Cut each tensor into chunks of about ``chunk`` elements; return a task for each. Rows are not cut.
+    """Cut each tensor into chunks of about ``chunk`` elements; return a task for each. Rows and blocks are not cut.
 
     The length depends on nothing else, so the sums over a tensor are always added in the same order.
     """
     chunks = []
     slot = 0
     for i, shape in enumerate(shapes):
-        length = chunk if len(shape) == 1 else max(1, chunk // max(shape[1], 1))
-        starts = range(0, shape[0], length) if math.prod(shape) else ()
-        chunks.append(
-            [Task(i, start, min(length, shape[0] - start), slot + n, passes) for n, start in enumerate(starts)]
-        )
-        slot += len(starts)
+        count, columns, *ends = (*shape, 1) if len(shape) == 1 else shape
+        length = max(1, chunk // max(columns, 1))
+        starts = range(0, count, length) if count * columns else ()
+        own = [Task(i, start, min(length, count - start), columns, slot + n, passes) for n, start in enumerate(starts)]
+        own += [Task(i, count, 1, end, slot + len(own), passes) for end in ends if end]
+        chunks.append(own)
+        slot += len(own)
     return chunks
+
+
+def in_blocks(shape: Shape) -> Shape:
+    """Return the shape in which a table sees a 1-D tensor whose blocks have numbers of their own.
+
+    It has the number of blocks, their length, and the number of elements in the last, shorter block.
+    """
+    count, end = divmod(shape[0], BLOCK)
+    return count, BLOCK, end
+
+
+def elements(shape: Shape) -> int:
+    """Return the number of elements of a tensor; its shape may be that of :func:`in_blocks`."""
+    return math.prod(shape[:2]) + sum(shape[2:])
 
 
 def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], threads: int) -> list[list[Task]]:

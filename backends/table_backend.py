@@ -31,7 +31,7 @@ from compiled_optim.backends.base import (
     UnitCall,
 )
 from compiled_optim.backends.recording import CannotRecord
-from compiled_optim.backends.table import BoundTable
+from compiled_optim.backends.table import BoundTable, in_blocks
 from compiled_optim.backends.table_passes import count_unit_sums
 from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
 from compiled_optim.program import Result, TensorLists
@@ -75,7 +75,7 @@ class TableBackend(Backend):
 
     def units(self, batch: Batch) -> list[UnitCall]:
         """Return one call for all tensors."""
-        rank = len(batch.shapes[0])
+        rank = 2 if batch.program.row_lists else len(batch.shapes[0])
         arguments = tuple(
             # a unit takes the totals of one tensor
             spec._replace(shape=spec.shape[:1]) if spec.name == "totals" else spec
@@ -88,7 +88,10 @@ class TableBackend(Backend):
         """Bind the unit to all tensors."""
         ((signature, _),) = batch.calls
         unit = self.get_unit(signature)
-        call = self.wrap_call(unit.bind(batch.shapes, lists, arguments))
+        shapes = batch.shapes
+        if batch.program.row_lists and len(shapes[0]) == 1:
+            shapes = list(map(in_blocks, shapes))
+        call = self.wrap_call(unit.bind(shapes, lists, arguments))
         return _OneCall(BoundCall(unit, signature, lambda grads: grads, call), batch.program.result)
 
     def compile(self, signature: Signature) -> Unit:
@@ -105,6 +108,10 @@ class TableBackend(Backend):
         try:
             return self.compile_table(signature)
         except CannotRecord as error:
+            if signature.program.row_lists:
+                raise NotImplementedError(
+                    f"{signature.program.name} cannot keep states in 8 bits: {error}; use state_dtype=torch.bfloat16"
+                ) from error
             returned = signature.program.result is not Result.NOTHING
             unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
             unit.limit = str(error)

@@ -45,7 +45,8 @@ def compile_table(signature: Signature) -> TableUnit:
     made = compile_passes(signature, CPP, {**OPTIONS, **libraries.cache_options()}, HINT)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
-    source = write_source(made.recordings, len(signature.dtypes), made.carries, scalars, made.sums, dtype)
+    lists, row_lists = len(signature.dtypes), signature.program.row_lists
+    source = write_source(made.recordings, lists, row_lists, made.carries, scalars, made.sums, dtype)
     library, module = libraries.build_and_load(source)
     about = {"sums": made.sums, "passes": made.passes, "carries": made.carries, "kernels": made.kernels}
     unit = _unit(module, about)

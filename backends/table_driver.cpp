@@ -18,7 +18,7 @@ namespace {
 enum Pass : int64_t { MEASURE = 1, UPDATE = 2 };
 
 struct Task {
-    int64_t tensor, start, length, slot, passes;
+    int64_t tensor, start, length, columns, slot, passes;
 };
 
 struct alignas(64) Cursor {
@@ -37,7 +37,7 @@ struct Table {
     const Scalar* scalars;             // WIDTH of each row
     const Scalar* inv_scale;           // one number
     const Scalar* grad_scale;          // of each row
-    const int64_t* columns;            // of each tensor; 1 for tensors of one dimension
+    const int64_t* columns;            // from one row of a tensor to the next; 1 for tensors of one dimension
     const int64_t* slots;              // the first slot of each tensor, and the number of slots
     double* partials;                  // SUMS of each slot
     double* totals;                    // SUMS of each tensor
@@ -64,11 +64,12 @@ void run_task(const Table& table, const Task& task) {
     const Scalar* scalars = table.scalars + table.row[tensor] * WIDTH;
     const Scalar* scale = table.grad_scale + table.row[tensor];
     double* totals = table.totals + tensor * SUMS;
-    const int64_t columns = table.columns[tensor];
+    const int64_t first = task.start * table.columns[tensor];
     if constexpr (MEASURES) {
         if (task.passes & MEASURE) {
             double* sums = table.partials + task.slot * SUMS;
-            measure(pointers, scalars, table.inv_scale, scale, totals, sums, task.start, task.length, columns);
+            measure(pointers, scalars, table.inv_scale, scale, totals, sums, task.start, first, task.length,
+                    task.columns);
             const int64_t chunks = table.slots[tensor + 1] - table.slots[tensor];
             if (chunks == 1 || table.progress[tensor].fetch_add(1) + 1 == chunks) {
                 add_up(table, tensor);
@@ -81,7 +82,8 @@ void run_task(const Table& table, const Task& task) {
             // all queues have the tensors in the same order, so other threads are measuring what is missing
             if constexpr (MEASURES)
                 while (table.progress[tensor].load(std::memory_order_acquire) != READY) std::this_thread::yield();
-            update(pointers, scalars, table.inv_scale, scale, totals, nullptr, task.start, task.length, columns);
+            update(pointers, scalars, table.inv_scale, scale, totals, nullptr, task.start, first, task.length,
+                   task.columns);
         }
     }
 }

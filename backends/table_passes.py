@@ -132,7 +132,8 @@ def _record(signature: Signature, run: Any, form: WrapperForm, places: Sequence[
             elif source == CARRY:
                 inputs.append(torch.empty(own[0], dtype=unit_sum_dtype(signature), device="cpu"))
             elif isinstance(source, int):
-                inputs.append(torch.empty(own, dtype=signature.dtypes[source], device="cpu"))
+                sizes_of = own[:1] if source in signature.program.row_lists else own
+                inputs.append(torch.empty(sizes_of, dtype=signature.dtypes[source], device="cpu"))
             else:
                 (spec,) = (spec for spec in signature.arguments if spec.name == source)
                 inputs.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu"))

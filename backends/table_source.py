@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -41,18 +41,25 @@ static char* scratch_memory(int64_t bytes) {
 
 PARAMETERS = (
     "void* const* pointers, const Scalar* scalars, const Scalar* inv_scale, const Scalar* grad_scale, double* totals, "
-    "double* sums, int64_t start, int64_t size0, int64_t size1"
+    "double* sums, int64_t row, int64_t first, int64_t size0, int64_t size1"
 )
 
 
 def write_source(
-    passes: Mapping[str, Recording], lists: int, carries: int, scalars: int, sums: int, dtype: torch.dtype
+    passes: Mapping[str, Recording],
+    lists: int,
+    row_lists: Collection[int],
+    carries: int,
+    scalars: int,
+    sums: int,
+    dtype: torch.dtype,
 ) -> str:
     """Return the source of a unit.
 
     Args:
         passes: what the generated code of each pass does; the names are MEASURE and UPDATE.
         lists: the number of lists of tensors, including the gradients.
+        row_lists: the numbers of the lists that have a number for each row.
         carries: the number of values for each row that the first pass carries to the second.
         scalars: the number of values in a row.
         sums: the number of sums over each tensor.
@@ -65,7 +72,7 @@ def write_source(
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
         f"constexpr bool MEASURES = {str(MEASURE in passes).lower()}, UPDATES = {str(UPDATE in passes).lower()};",
         SCRATCH,
-        *(_pass_source(name, passes[name]) for name in (MEASURE, UPDATE) if name in passes),
+        *(_pass_source(name, passes[name], row_lists) for name in (MEASURE, UPDATE) if name in passes),
         *(f"static void {name}({PARAMETERS});" for name in (MEASURE, UPDATE) if name not in passes),
         _driver(),
     ]
@@ -77,7 +84,7 @@ def _driver() -> str:
     return DRIVER.read_text()
 
 
-def _pass_source(name: str, recording: Recording) -> str:
+def _pass_source(name: str, recording: Recording, row_lists: Collection[int]) -> str:
     """Return the kernels of a pass, and a function that calls them on one chunk of one tensor."""
     output = recording.output
     if output is not None and recording.temporaries[output].dtype != torch.float64:
@@ -90,7 +97,7 @@ def _pass_source(name: str, recording: Recording) -> str:
             raise CannotRecord(f"its C++ source has {found} functions named kernel")
         kernels.append(source)
         arguments = [
-            _size(argument) if isinstance(argument, Extent) else _pointer(recording, kind, argument)
+            _size(argument) if isinstance(argument, Extent) else _pointer(recording, kind, argument, row_lists)
             for kind, argument in zip(call.types, call.arguments, strict=True)
         ]
         calls.append(f"    {kernel}({', '.join(arguments)});")
@@ -113,7 +120,7 @@ def _size(extent: Extent) -> str:
     return " * ".join([str(extent.factor), *(f"size{dim}" for dim in extent.dims)])
 
 
-def _pointer(recording: Recording, kind: str, argument: Place | Pointer) -> str:
+def _pointer(recording: Recording, kind: str, argument: Place | Pointer, row_lists: Collection[int]) -> str:
     """Return the expression of a pointer. The gradient, the parameter and the states start at the chunk."""
     if isinstance(argument, Pointer):
         number, offset = argument
@@ -121,7 +128,7 @@ def _pointer(recording: Recording, kind: str, argument: Place | Pointer) -> str:
         return f"reinterpret_cast<{kind}>({base} + {offset})"
     source, index = argument
     if source == CARRY:
-        return f"reinterpret_cast<{kind}>(pointers[LISTS + {index}]) + start"
+        return f"reinterpret_cast<{kind}>(pointers[LISTS + {index}]) + row"
     if isinstance(source, str):
         return f"reinterpret_cast<{kind}>({source})"
-    return f"reinterpret_cast<{kind}>(pointers[{source}]) + start * size1"
+    return f"reinterpret_cast<{kind}>(pointers[{source}]) + {'row' if source in row_lists else 'first'}"

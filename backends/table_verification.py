@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, ScalarRows, Shape, Signature
+from compiled_optim.backends.table import in_blocks
 from compiled_optim.backends.verification import is_close
 from compiled_optim.program import Arguments, TensorLists
+from compiled_optim.quantization import BLOCK, blocks
 
 VERIFIED_SIZES = (37, 1, 64, 3, 90, 0)
 VERIFIED_CHUNK = 16
@@ -33,12 +35,16 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     because a unit uses only their addresses.
     """
     shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
+    by_rows = signature.program.row_lists
+    if by_rows:  # the driver gets these 1-D tensors in blocks, the eager program as they are
+        shapes = [(size,) for size in (*VERIFIED_SIZES, 3 * BLOCK, 2 * BLOCK + 9)]
     skipped = 2
     arguments = _example_arguments(signature, len(shapes))
     lists, expected = (_example_lists(signature, shapes) for _ in range(2))
+    bound_shapes = list(map(in_blocks, shapes)) if by_rows else shapes
     grads: list[Tensor | None] = [grad.view(1, -1, 1) for grad in lists[0]]
     grads[skipped] = None
-    call = unit.bind(shapes, lists[1:], arguments, chunk=VERIFIED_CHUNK)
+    call = unit.bind(bound_shapes, lists[1:], arguments, chunk=VERIFIED_CHUNK)
     result = call(grads)
     pairs = []
     for i in range(len(shapes)):
@@ -60,10 +66,13 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
 def _example_lists(signature: Signature, shapes: Sequence[Shape]) -> TensorLists:
     """Return random values in [0.5, 1.5), the same in every call."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        [(torch.rand(shape, generator=generator, device="cpu") + 0.5).to(signature.device, dtype) for shape in shapes]
-        for dtype in signature.dtypes
-    ]
+
+    def example(number: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+        own = (blocks(shape[0]),) if number in signature.program.row_lists else shape
+        values = torch.rand(own, generator=generator, device="cpu") + 0.5
+        return (values * 100 if dtype == torch.uint8 else values).to(signature.device, dtype)
+
+    return [[example(number, dtype, shape) for shape in shapes] for number, dtype in enumerate(signature.dtypes)]
 
 
 def _example_arguments(signature: Signature, tensors: int) -> BoundArguments:

@@ -86,7 +86,8 @@ def write_module(signature: Signature) -> Path:
     """Generate the module of a unit, and write it to the cache directory."""
     made = compile_passes(signature, TRITON, OPTIONS, CHUNK, BOUNDS)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
-    source = write_source(made, signature.dtypes, signature.rank, scalars, unit_sum_dtype(signature))
+    lists = signature.dtypes, signature.program.row_lists, signature.rank
+    source = write_source(made, *lists, scalars, unit_sum_dtype(signature))
     name = f"triton_{hashlib.sha256(source.encode()).hexdigest()}.py"
     path = disk_cache.directory() / disk_cache.FOLDER / name
     disk_cache.write(path, source)

@@ -12,7 +12,7 @@ thread, because several for each thread would need many registers.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ DTYPES = {
     torch.float32: "tl.float32",
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
+    torch.uint8: "tl.uint8",
 }
 TABLE = ("tasks", "grads", "row_of", "fixed", "columns", "first_rows")
 """The parameters of every driver; the others depend on the kernels."""
@@ -54,18 +55,25 @@ class Scratch(NamedTuple):
 
 
 def write_source(
-    made: CompiledPasses, dtypes: Sequence[torch.dtype], rank: int, scalars: int, sum_dtype: torch.dtype
+    made: CompiledPasses,
+    dtypes: Sequence[torch.dtype],
+    row_lists: Collection[int],
+    rank: int,
+    scalars: int,
+    sum_dtype: torch.dtype,
 ) -> str:
     """Return the source of a module with the drivers of a unit.
 
     Args:
         made: the passes.
         dtypes: the dtypes of the lists of tensors, gradients first.
+        row_lists: the numbers of the lists that have a number for each row.
         rank: the number of dimensions of the tensors.
         scalars: the number of values in a row of hyperparameters.
         sum_dtype: the dtype of the sums and of the values that are carried.
     """
-    passes = {name: _Pass(name, each, made.sums, dtypes, rank, scalars) for name, each in made.recordings.items()}
+    options = made.sums, dtypes, row_lists, rank, scalars
+    passes = {name: _Pass(name, each, *options) for name, each in made.recordings.items()}
     kernels = "\n\n".join(text for each in passes.values() for text in each.kernels)
     scratch = [tuple(item) for each in passes.values() for item in each.scratch]
     constants = {
@@ -94,11 +102,12 @@ class _Pass:
         recording: Recording,
         sums: int,
         dtypes: Sequence[torch.dtype],
+        row_lists: Collection[int],
         rank: int,
         scalars: int,
     ) -> None:
         self._name, self._recording, self._sums = name, recording, sums
-        self._dtypes, self._rank, self._scalars = dtypes, rank, scalars
+        self._dtypes, self._row_lists, self._rank, self._scalars = dtypes, row_lists, rank, scalars
         vector = 16 // min(dtype.itemsize for dtype in dtypes)
         self._block = THREADS * vector
         self._used: dict[str, None] = {}  # parameters of the driver, in order of their first use
@@ -116,25 +125,27 @@ class _Pass:
         names = [*TABLE, *self._used]
         places = [place for call in self._recording.calls for place in call.arguments]
         lists = sorted({int(place[0]) for place in places if _is_list(place)})
+        of_elements = [i for i in lists if i not in self._row_lists]
         fixed = len(self._dtypes) - 1
-        size = "columns_" if self._rank > 1 else "1"
+        size = "tl.load(columns + tensor)" if self._rank > 1 else "1"
+        columns = "columns_" if self._rank > 1 else "1"
         lines = [
             *(f"address{i} = tl.load(fixed + tensor * {fixed} + {i - 1})" for i in lists if i),
             *(f"base{i} = address{i}.to(tl.pointer_type({DTYPES[self._dtypes[i]]}))" for i in lists),
             f"offset = start * {size}",
-            f"elements = length * {size}",
-            *(f"first{i} = address{i} + offset * {self._dtypes[i].itemsize}" for i in lists),
-            f"aligned = (({' | '.join(f'first{i}' for i in lists) or '1'}) & 15) == 0",
+            f"elements = length * {columns}",
+            *(f"first{i} = address{i} + offset * {self._dtypes[i].itemsize}" for i in of_elements),
+            f"aligned = (({' | '.join(f'first{i}' for i in of_elements) or '1'}) & 15) == 0",
             "row = tl.load(row_of + tensor)" if {"scalars", "grad_scale"} & {*self._used} else "",
             "first_row = tl.load(first_rows + tensor) + start" if self._rank > 1 else "",
             *self._lines,
         ]
         head = [
             "task = tl.program_id(0).to(tl.int64)",
-            "tensor = tl.load(tasks + 3 * task)",
-            "start = tl.load(tasks + 3 * task + 1)",
-            "length = tl.load(tasks + 3 * task + 2).to(tl.int32)",
-            "columns_ = tl.load(columns + tensor).to(tl.int32)" if self._rank > 1 else "",
+            "tensor = tl.load(tasks + 4 * task)",
+            "start = tl.load(tasks + 4 * task + 1)",
+            "length = tl.load(tasks + 4 * task + 2).to(tl.int32)",
+            "columns_ = tl.load(tasks + 4 * task + 3).to(tl.int32)" if self._rank > 1 else "",
             "address0 = tl.load(grads + tensor)",
             "if address0 != 0:",
         ]
@@ -167,7 +178,7 @@ class _Pass:
         given = dict(zip(names, zip(call.types, call.arguments, strict=True), strict=False))
         numels = {name: argument for name, (_, argument) in given.items() if name.endswith("numel")}
         pointers = [place for kind, place in given.values() if kind.startswith("*")]
-        by_elements = any(map(_is_list, pointers))
+        by_elements = any(_is_list(place) and place[0] not in self._row_lists for place in pointers)
         by_rows = any(place[0] == CARRY or self._is_of_rows(place) for place in pointers)
 
         def line(**changes: str) -> str:
@@ -251,6 +262,8 @@ class _Pass:
                 return f"partials + (2 * task + {changes.get('slot', '0')}) * {self._sums} + {index}"
             return f"{self._places[number].format(b=changes.get('b', '0'))} + {index}"
         source, index = argument
+        if source in self._row_lists:
+            return f"base{source} + (start + {changes.get('b', '0')})"
         if isinstance(source, int):
             return changes["pointer"].format(i=source)
         name = f"carry{index}" if source == CARRY else source
@@ -265,7 +278,9 @@ class _Pass:
         return f"{name} + {start[source]}"
 
     def _is_of_rows(self, place: Place | Pointer | Extent) -> bool:
-        return isinstance(place, Pointer) and self._recording.temporaries[place.temporary].extent.dims == (0,)
+        if isinstance(place, Pointer):
+            return self._recording.temporaries[place.temporary].extent.dims == (0,)
+        return _is_list(place) and place[0] in self._row_lists
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -54,7 +54,7 @@ class TritonTableUnit(Unit):
         It returns the sums over each tensor if there is a first pass only, else None. ``chunk`` is the number of
         elements in a chunk.
         """
-        if any(max(shape[1:], default=0) > MAX_COLUMNS for shape in shapes):
+        if any(max(shape[1:2], default=0) > MAX_COLUMNS for shape in shapes):
             raise ValueError(f"a row of a parameter has more than {MAX_COLUMNS} elements; pass compile=False")
         return BoundTritonTable(self._module, self._device, shapes, lists, arguments, chunk)
 
@@ -82,13 +82,13 @@ class BoundTritonTable:
         self._staging = Staging(self._scalars_at + max(count * self._row_bytes, 8), device)
         own = cut(shapes, chunk, self._passes)
         tasks = list(chain.from_iterable(own))
-        rows = [shape[0] for shape in shapes]
+        rows = [shape[0] + len(shape[2:]) for shape in shapes]
         sum_dtype = getattr(torch, module.SUM_DTYPE)
         sizes = {"rows": sum(rows), "tasks": len(tasks)}
         self._totals = torch.zeros(count, module.SUMS, dtype=sum_dtype, device=device)
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         memory = {
-            "tasks": self._send(value for task in tasks for value in (task.tensor, task.start, task.length)),
+            "tasks": self._send(value for task in tasks for value in task[:4]),  # without slot and passes
             "fixed": self._send(chain.from_iterable(zip(*addresses, strict=True))),
             "columns": self._send(shape[1] if len(shape) > 1 else 1 for shape in shapes),
             "first_rows": self._send(accumulate(rows[:-1], initial=0)),

@@ -24,6 +24,7 @@ from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
 from compiled_optim.engine.rule_validation import check_group, check_own_norm
+from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype, check_storage, uses_seed
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.saving import MAX_NORMS, SavedOptimizer, torch_method
 from compiled_optim.stepper import Stepper
@@ -56,6 +57,12 @@ class Optimizer(SavedOptimizer):
         max_grad_norm_per_parameter: clip each gradient to this norm by itself, inside the step.
         ema_decay: keep a moving average of the weights with this decay, updated in the same pass; see :meth:`ema`.
         ema_warmup: limit the decay in step t to t / (t + 9).
+        state_dtype: keep states in torch.float32, torch.bfloat16, torch.float16 or "8bit"; or a dict of these by the
+            name of the state. None keeps them in the dtype of the parameter. See docs/storage.md.
+        rounding: how bfloat16 and float16 parameters are rounded: "nearest", "stochastic" or "kahan". None rounds
+            parameters to nearest, and states with a ``state_dtype`` stochastically.
+        master_weights: keep a float32 copy of bfloat16 and float16 parameters, and update that.
+        rounding_seed: the seed of stochastic rounding.
     """
 
     _step_supports_amp_scaling = False
@@ -83,6 +90,10 @@ class Optimizer(SavedOptimizer):
         max_grad_norm_per_parameter: float | None = None,
         ema_decay: float | None = None,
         ema_warmup: bool = False,
+        state_dtype: StateDtype | None = None,
+        rounding: Rounding | None = None,
+        master_weights: bool = False,
+        rounding_seed: int = 0,
         **switches: bool | None,
     ) -> None:
         max_norms = dict(zip(MAX_NORMS, (max_grad_norm, max_grad_norm_per_parameter), strict=True))
@@ -95,6 +106,8 @@ class Optimizer(SavedOptimizer):
         defaults = {"maximize": maximize, **defaults}
         if ema_decay is not None:
             defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
+        stored = dict(zip(KEYS, (state_dtype, rounding, master_weights, rounding_seed), strict=True))
+        defaults |= {key: value for key, value in stored.items() if value}
         # with in_backward, the scaler has to call the step, which refuses it
         self._step_supports_amp_scaling = bool(fused) or in_backward
         if self.has_torch_switches:
@@ -148,6 +161,7 @@ class Optimizer(SavedOptimizer):
         torch_method("add_param_group")(self, param_group)
         group = self.param_groups[-1]
         try:
+            self._check_storage(group)
             averages.check_average(type(self).__name__, group, self.counts_steps)
             check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
@@ -254,6 +268,15 @@ class Optimizer(SavedOptimizer):
 
     _observed_step = profile_hook_step(_step)
     _step_out_of_graph = disable_dynamo(_observed_step)
+
+    def _check_storage(self, group: dict[str, Any]) -> None:
+        """Raise if the options of a group about storage are out of range, or its devices do not support them."""
+        if not any(group.get(key) for key in KEYS):
+            return
+        check_storage(type(self).__name__, group, self.row(group, 1).variant.states, self.nonnegative)
+        self._stepper.check_storage(group)
+        if uses_seed(group):
+            self.counts_steps = True  # the random bits of a step depend on its number
 
     def _follow_modules(self) -> None:
         """Follow parameters that a watched module has replaced, unless a step has to report them."""

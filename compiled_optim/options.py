@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 from compiled_optim.backends import Backend, Layout
+from compiled_optim.engine.storage_options import Rounding, StateDtype
 
 TORCH_SWITCHES: dict[str, bool | None] = {"foreach": None, "capturable": False, "differentiable": False}
 """Options of torch.optim and their defaults. Optimizers that torch.optim has too accept them; they have no effect."""
@@ -38,6 +39,10 @@ class RunOptions(TypedDict, total=False):
     max_grad_norm_per_parameter: float | None
     ema_decay: float | None
     ema_warmup: bool
+    state_dtype: StateDtype | None
+    rounding: Rounding | None
+    master_weights: bool
+    rounding_seed: int
 
 
 class EngineOptions(RunOptions, total=False):

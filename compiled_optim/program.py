@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compiled_optim.flat_tensors import FlatTensors, Segments
 from compiled_optim.locations import is_ours
+from compiled_optim.noise import Noise
 from compiled_optim.storage import Direct, Storage
 from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
 
@@ -27,7 +28,7 @@ TensorLists = Sequence[list[Tensor]]
 ALL_REDUCE = "all_reduce"
 """The keyword argument of a rule that sums over tensors."""
 
-MAX_NORM, EMA_DECAY = "max_grad_norm_per_parameter", "ema_decay"
+MAX_NORM, EMA_DECAY, SEED = "max_grad_norm_per_parameter", "ema_decay", "seed"
 """Scalars that the program uses itself. The rule does not get them."""
 
 EMA = "ema"
@@ -88,6 +89,11 @@ class Program(Protocol):
         """Whether the program sums over tensors."""
         return False
 
+    @property
+    def row_lists(self) -> tuple[int, ...]:
+        """The numbers of the lists that have a number for each row of a 2-D tensor, or for each block of a 1-D one."""
+        return ()
+
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Run the program; it updates tensors in place."""
 
@@ -105,10 +111,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """An optimizer's update rule over ``[grads, params, *states]``.
+    """An optimizer's update rule over ``[grads, params, *states, *companions]``.
 
     The rule gets its tensors in ``dtype``, float32 or float64. ``storages``, one for the parameters and one for each
-    state, convert between ``dtype`` and the dtype in memory. Without storages everything is kept in ``dtype``.
+    state, convert between ``dtype`` and memory. Without storages everything is kept in ``dtype``. ``companions`` are
+    the names of the further lists that storages keep, in the order of the storages. A storage that rounds
+    stochastically takes its random bits from the scalar SEED.
 
     A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
     them by ``grad_scale`` for its own use, after that. With the scalar MAX_NORM, the gradient of each tensor is clipped
@@ -131,8 +139,26 @@ class UpdateProgram:
     unscales: bool = False
     dtype: torch.dtype = torch.float32
     storages: tuple[Storage, ...] = ()
+    companions: tuple[str, ...] = ()
     phase: Phase = Phase.WHOLE
     segments: int = 0
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of all lists after the parameters: the states, then the companions."""
+        return (*self.states, *self.companions)
+
+    @property
+    def row_lists(self) -> tuple[int, ...]:
+        """The numbers of the companions that have a number for each row or block."""
+        by_rows = [storage.by_rows for storage in self.storages for _ in storage.companions]
+        first = 2 + len(self.states)
+        return tuple(first + i for i, is_by_rows in enumerate(by_rows) if is_by_rows)
+
+    @property
+    def plain(self) -> UpdateProgram:
+        """The same program with everything kept in the dtype in which it computes."""
+        return replace(self, storages=(), companions=()) if self.storages else self
 
     @property
     def reduces(self) -> bool:
@@ -178,8 +204,15 @@ class UpdateProgram:
         return recorded.sums
 
     def _run(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
-        kept = lists[1:]
+        kept, companions = lists[1 : 2 + len(self.states)], iter(lists[2 + len(self.states) :])
         storages = self.storages or (Direct(),) * len(kept)
+        own = [[next(companions) for _ in storage.companions] for storage in storages]
+        numbers = self._numbers(arguments.scalars)
+        max_norm, decay, seed = (numbers.pop(name, None) for name in (MAX_NORM, EMA_DECAY, SEED))
+        noise = None
+        if any(storage.uses_noise for storage in storages):
+            assert seed is not None
+            noise = Noise(lists[0], kept[0], seed)
         as_list = self._list_type(arguments)
         grads = as_list(grad.to(self.dtype) for grad in lists[0])
         if self.unscales:
@@ -189,11 +222,10 @@ class UpdateProgram:
         if self.scaled:
             assert arguments.grad_scale is not None
             grads = grads * arguments.grad_scale
-        loaded = (storage.load(each, self.dtype) for storage, each in zip(storages, kept, strict=True))
+        parts = zip(storages, kept, own, strict=True)
+        loaded = [storage.load(each, extra, self.dtype) for storage, each, extra in parts]
         params, *states = map(as_list, loaded)
         named = dict(zip(self.states, states, strict=True))
-        numbers = self._numbers(arguments.scalars)
-        max_norm, decay = numbers.pop(MAX_NORM, None), numbers.pop(EMA_DECAY, None)
         average = None if decay is None else named.pop(EMA)
         if max_norm is not None:
             grads = _clipped(grads, max_norm, all_reduce)
@@ -201,8 +233,8 @@ class UpdateProgram:
         self.update(params, grads, **named, **numbers, **dict(self.flags), **sums)
         if average is not None:
             average.ema_(params, decay)
-        for storage, each, result in zip(storages, kept, (params, *states), strict=True):
-            storage.store(each, result)
+        for place, (storage, each, extra) in enumerate(zip(storages, kept, own, strict=True)):
+            storage.store(each, extra, (params, *states)[place], noise, place)
 
     def _list_type(self, arguments: Arguments) -> Callable[[Iterable[Tensor]], Tensors]:
         """Return the function that makes the lists that the rule works on."""
@@ -245,6 +277,7 @@ def takes_all_reduce(update: Callable[..., None]) -> bool:
 @lru_cache(maxsize=256)
 def count_sums(program: UpdateProgram, rank: int) -> int:
     """Return the number of sums that a rule computes over each tensor with ``rank`` dimensions; it is run once."""
+    program = program.plain
     lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(program.states))]
     return len(program.measure(lists, example_arguments(program)))
 
@@ -266,6 +299,7 @@ def is_elementwise(program: UpdateProgram, rank: int) -> bool:
     def example(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
 
+    program = program.plain
     lists = [example(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
     arguments = example_arguments(program)._replace(scalars=example(2 * len(program.scalars)) / 2)
     whole = [[tensor.clone()] for tensor in lists]
@@ -309,6 +343,7 @@ class SquaredNormProgram:
     variant: tuple[str, ...] = ()
     result: Result = Result.SUM
     reduces: bool = True
+    row_lists: tuple[int, ...] = ()
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor:
         """Return the sum as a 0-dim tensor."""

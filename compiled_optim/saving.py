@@ -15,6 +15,9 @@ from compiled_optim.backward import BackwardSteps
 from compiled_optim.engine import checkpoint
 from compiled_optim.engine.rule import Rule, all_params
 from compiled_optim.engine.states import with_own_memory
+from compiled_optim.engine.storage_options import uses_seed
+from compiled_optim.engine.stored_states import has_quantized, in_full_precision
+from compiled_optim.engine.tensor_types import is_dtensor
 from compiled_optim.options import Settings
 from compiled_optim.stepper import Stepper
 from compiled_optim.torch_private import disable_dynamo
@@ -81,7 +84,26 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
         saved: dict[str, Any] = torch_method("state_dict")(self)
         if "state" in saved:  # a hook may have returned something else
             saved["state"] = with_own_memory(saved["state"], self.number_names)
+            self._widen(saved["state"], only_sharded=True)
         return saved
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.optim keeps it: in float32 what ``state_dtype="8bit"`` keeps in bytes.
+
+        Master weights and compensations are left out. Options of this package stay in the groups, where torch.optim
+        ignores them.
+        """
+        saved = self.state_dict()
+        self._widen(saved["state"], only_sharded=False)
+        return saved
+
+    def _widen(self, state: dict[Any, Any], only_sharded: bool) -> None:
+        """Replace quantised states by float tensors: for checkpoints of shards, which have blocks of their own."""
+        for index, param in enumerate(all_params(self.param_groups)):
+            values = state.get(index)
+            if isinstance(values, dict) and (not only_sharded or (is_dtensor(param) and has_quantized(values))):
+                rows = self.rowwise and param.ndim > 1
+                state[index] = in_full_precision(values, self.nonnegative, rows, param, keep_companions=only_sharded)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, of torch.optim's or of torch_npu's of the same name.
@@ -120,6 +142,7 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
             self.defaults.pop("differentiable", None)  # which torch has just added
         for group in self.param_groups:
             group.update(checkpoint.complete_group(self, self.defaults, group))
+        self.counts_steps = type(self).counts_steps or any(map(uses_seed, self.param_groups))
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
             self._start(unscales, in_backward)
             self._stepper.tracker.add(all_params(self.param_groups))

@@ -7,7 +7,7 @@ both may be replaced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
 from compiled_optim.engine.states import State, with_own_memory
+from compiled_optim.engine.storage_options import EIGHT_BIT, uses_seed
 from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
@@ -152,6 +153,21 @@ class Stepper:
                     f"supports {' and '.join(map(repr, backend.layouts))}; use layout=None for its default"
                 )
         self._usable_devices |= devices
+
+    def check_storage(self, group: Group) -> None:
+        """Raise if a backend cannot keep parameters and states as the options of a group say."""
+        chosen = group.get("state_dtype")
+        wanted = {*(chosen.values() if isinstance(chosen, Mapping) else (chosen,))} & {EIGHT_BIT}
+        if uses_seed(group):
+            wanted.add("stochastic")
+        for device in {param.device for param in group["params"]}:
+            backend = self.backend_for(device)
+            for name in sorted(wanted & {*backend.refused_storages}):
+                option = f"state_dtype={name!r}" if name == EIGHT_BIT else "stochastic rounding"
+                raise NotImplementedError(
+                    f"{self._name} cannot have {option} for parameters on {device}: backend {backend.name!r} cannot "
+                    "compile it; use master_weights=True, rounding='kahan' or a state_dtype with rounding='nearest'"
+                )
 
     def backend_for(self, device: torch.device) -> Backend:
         """Return the backend for parameters on this device; raise if it cannot be used here."""

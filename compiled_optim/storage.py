@@ -1,55 +1,177 @@
 """Formats in which parameters and states are kept in memory, and their conversion for an update rule.
 
 A rule computes in float32 or float64. A storage converts between memory and rule: ``load`` runs before the rule,
-``store`` after it. A storage is part of a program, so it is compiled into the same pass.
+``store`` after it. A storage is part of a program, so it is compiled into the same pass. Some storages keep companions:
+further tensors, which are states of their own in ``optimizer.state``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from compiled_optim.noise import Noise, bits_of
+from compiled_optim.quantization import decode, dropped_bits, encode, scales_of, share_of, spread
 from compiled_optim.tensors import Tensors
+
+Companions = Sequence[list[Tensor]]
+"""Further lists that a storage keeps beside its own, such as the scales of quantised tensors."""
 
 
 class Storage(ABC):
     """Converts a list of tensors (the parameters, or one state) between memory and the rule. Must be hashable."""
 
+    companions: ClassVar[tuple[str, ...]] = ()
+    """The names of the companions. A name that starts with an underscore is a suffix of the name of the state."""
+
+    by_rows: ClassVar[bool] = False
+    """Whether the companions have a number for each row of a 2-D tensor, or for each block of a 1-D tensor."""
+
+    uses_noise: bool = False
+    """Whether results are rounded at random."""
+
     @abstractmethod
-    def load(self, kept: list[Tensor], dtype: torch.dtype) -> Tensors:
+    def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the tensors that the rule works on, in the dtype in which it computes."""
 
     @abstractmethod
-    def store(self, kept: list[Tensor], result: Tensors) -> None:
-        """Write the rule's result back."""
+    def store(
+        self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
+    ) -> None:
+        """Write the rule's result back. ``place`` is the number of the list, for :meth:`Noise.bits`."""
 
 
 @dataclass(frozen=True)
 class Direct(Storage):
     """For tensors in the dtype in which the rule computes: the rule works on them in place."""
 
-    def load(self, kept: list[Tensor], dtype: torch.dtype) -> Tensors:
+    def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the tensors themselves."""
         return Tensors(kept)
 
-    def store(self, kept: list[Tensor], result: Tensors) -> None:
+    def store(
+        self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
+    ) -> None:
         """Do nothing: the rule has updated the tensors in place."""
 
 
 @dataclass(frozen=True)
 class Rounded(Storage):
-    """For tensors in another dtype: convert before the rule, round to nearest once after it."""
+    """For tensors in another dtype: convert before the rule, round once after it, to nearest or stochastically."""
 
-    def load(self, kept: list[Tensor], dtype: torch.dtype) -> Tensors:
+    uses_noise: bool = False
+
+    def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return converted copies."""
         return Tensors(tensor.to(dtype) for tensor in kept)
 
-    def store(self, kept: list[Tensor], result: Tensors) -> None:
+    def store(
+        self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
+    ) -> None:
         """Round the result to the dtype in memory."""
+        if self.uses_noise:
+            assert noise is not None
+            rounded = _round_bfloat16 if kept[0].dtype == torch.bfloat16 else _round_float16
+            result = Tensors(map(rounded, result, noise.bits(place, 16)))
         torch._foreach_copy_(kept, result)
+
+
+@dataclass(frozen=True)
+class Compensated(Storage):
+    """For parameters of low precision: a companion of the same dtype holds what rounding has lost (Kahan).
+
+    The companion is rounded stochastically, so that updates which are small compared with it are not lost either.
+    """
+
+    companions = ("compensation",)
+    uses_noise = True
+
+    def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
+        """Return the sums of both."""
+        return Tensors(tensor.to(dtype) + lost.to(dtype) for tensor, lost in zip(kept, companions[0], strict=True))
+
+    def store(
+        self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
+    ) -> None:
+        """Round the result to nearest; keep the difference."""
+        rounded = [value.to(tensor.dtype) for tensor, value in zip(kept, result, strict=True)]
+        lost = Tensors(value - near.to(value.dtype) for value, near in zip(result, rounded, strict=True))
+        Rounded(True).store(companions[0], (), lost, noise, place)
+        torch._foreach_copy_(kept, rounded)
+
+
+@dataclass(frozen=True)
+class MasterWeights(Storage):
+    """For parameters of low precision: a companion in float32 is updated, and parameters are its rounded values.
+
+    Where a parameter is no longer the rounded value, because somebody has written to it, it is used itself.
+    """
+
+    companions = ("master",)
+
+    def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
+        """Return the master weights."""
+        pairs = zip(kept, companions[0], strict=True)
+        return Tensors(
+            torch.where(master.to(tensor.dtype) == tensor, master, tensor.to(dtype)) for tensor, master in pairs
+        )
+
+    def store(
+        self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
+    ) -> None:
+        """Keep the result, and round it to nearest."""
+        torch._foreach_copy_(companions[0], result)
+        torch._foreach_copy_(kept, result)
+
+
+@dataclass(frozen=True)
+class Quantized(Storage):
+    """For states in one byte: codes, and a scale for each block; see ``quantization``."""
+
+    signed: bool
+
+    companions = ("_scale",)
+    by_rows = True
+    uses_noise = True
+
+    def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
+        """Return the numbers that the codes stand for."""
+        pairs = zip(kept, companions[0], strict=True)
+        return Tensors((decode(codes, self.signed) * spread(scales, codes)).to(dtype) for codes, scales in pairs)
+
+    def store(
+        self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
+    ) -> None:
+        """Compute the scales, and round to codes stochastically."""
+        bits: Sequence[Tensor | None] = [None] * len(kept)
+        if noise is not None:
+            bits = noise.bits(place, dropped_bits(self.signed))
+        values = [value.to(torch.float32) for value in result]
+        scales = [scales_of(value, self.signed) for value in values]
+        for codes, value, own, random in zip(kept, values, scales, bits, strict=True):
+            codes.copy_(encode(share_of(value, own), random, self.signed))
+        torch._foreach_copy_(companions[0], scales)
+
+
+def _round_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
+    """Round to numbers that bfloat16 holds, up or down at random, without bias. ``bits`` are 16 for each element."""
+    return ((bits_of(value) + bits) & ~0xFFFF).view(torch.float32)
+
+
+def _round_float16(value: Tensor, bits: Tensor) -> Tensor:
+    """Round to numbers that float16 holds, up or down at random, without bias. ``bits`` are 16 for each element."""
+    power = (bits_of(value) & 0x7F800000).view(torch.float32)
+    unit = (power * 2.0**-10).clamp(min=2.0**-24, max=2.0**5)
+    return torch.floor(value.to(torch.float32) / unit + bits.to(torch.float32) * 2.0**-16) * unit
+
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes that are rounded stochastically on request."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,6 +179,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def storage_for(kept: torch.dtype, computed: torch.dtype) -> Storage:
+def storage_for(kept: torch.dtype, computed: torch.dtype, stochastic: bool = False) -> Storage:
     """Return the storage for tensors that are kept in one dtype and computed in another."""
-    return Direct() if kept == computed else Rounded()
+    return Direct() if kept == computed else Rounded(stochastic and kept in LOW_PRECISION)

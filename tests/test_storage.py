@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_optim.storage import Direct, Rounded, compute_dtype, storage_for
+from compiled_optim.noise import Noise, step_seed
+from compiled_optim.quantization import decode, dropped_bits, encode, scales_of, share_of, spread
+from compiled_optim.storage import Compensated, Direct, MasterWeights, Rounded, compute_dtype, storage_for
+from compiled_optim.tensors import Tensors
 
 
 @pytest.mark.parametrize(
@@ -29,18 +32,115 @@ def test_a_rule_computes_in_float32_or_float64():
 
 def test_direct_is_the_memory_itself():
     kept = [torch.ones(3)]
-    loaded = Direct().load(kept, torch.float32)
+    loaded = Direct().load(kept, (), torch.float32)
     loaded += 1.0
-    Direct().store(kept, loaded)
+    Direct().store(kept, (), loaded, None, 0)
     assert kept[0].tolist() == [2.0] * 3
 
 
 def test_rounded_rounds_to_nearest_once():
     kept = [torch.ones(2, dtype=torch.bfloat16)]
-    loaded = Rounded().load(kept, torch.float32)
+    loaded = Rounded().load(kept, (), torch.float32)
     assert loaded[0].dtype == torch.float32
     step = 2.0**-8  # half of the distance to the next bfloat16 above 1
     loaded += step
     assert kept[0].tolist() == [1.0] * 2, "nothing is written before the store"
-    Rounded().store(kept, loaded * 1.001)
+    Rounded().store(kept, (), loaded * 1.001, None, 0)
     assert kept[0].tolist() == [1 + 2 * step] * 2
+
+
+VALUES = torch.tensor([1.001, -0.3337, 3e-5, 6e4, 1e-6])
+
+
+def rounded(kept: torch.dtype, values: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return the mean, over many seeds, of values rounded stochastically to a dtype."""
+    grads, params, total = torch.linspace(-1, 1, len(values)), torch.linspace(2, 3, len(values)), 0.0
+    for step in range(steps):
+        memory = [torch.empty(len(values), dtype=kept)]
+        noise = Noise([grads], [params], float(step_seed(0, step)))
+        Rounded(True).store(memory, (), Tensors([values]), noise, 1)
+        assert ((memory[0].double() - values) / values).abs().max() < 0.05
+        total = total + memory[0].double()
+    return total / steps
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
+def test_stochastic_rounding_has_no_bias(kept):
+    steps = 4000
+    # a rounding error is at most one unit in the last place, so the mean of n deviates by about 1 / sqrt(n) of it
+    unit = torch.maximum(VALUES.abs() * torch.finfo(kept).eps, torch.tensor(2.0**-24 if kept == torch.float16 else 0.0))
+    assert ((rounded(kept, VALUES, steps) - VALUES).abs() <= unit * 4 * 0.5 / steps**0.5).all()
+
+
+def test_random_bits_are_uniform_and_independent():
+    generator = torch.Generator().manual_seed(0)
+    grads, params = (torch.randn(1 << 16, generator=generator) for _ in range(2))
+    first = Noise([grads], [params], float(step_seed(0, 1)))
+    second = Noise([grads], [params], float(step_seed(0, 2)))
+    same = Noise([torch.zeros(1 << 16)], [params], float(step_seed(0, 1)))
+    drawn = [noise.bits(place, 16)[0].double() / 2**16 for noise in (first, second, same) for place in range(3)]
+    for bits in drawn:
+        assert abs(bits.mean() - 0.5) < 4 * (1 / 12) ** 0.5 / 2**8
+        assert (torch.histc(bits, 16, 0, 1) / 2**12 - 1).abs().max() < 5 / 2**6
+    correlations = torch.corrcoef(torch.stack([*drawn, drawn[0].roll(1)])) - torch.eye(len(drawn) + 1)
+    assert correlations.abs().max() < 5 / 2**8
+
+
+def test_seeds_of_steps_differ():
+    seeds = [step_seed(seed, step) for seed in range(4) for step in range(1000)]
+    assert all(0 <= seed < 1 << 24 for seed in seeds)
+    assert len({*seeds}) > len(seeds) - 5
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("size", [1, 128, 300])
+def test_codes_are_close_relative_to_each_element(signed, size):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.exp2(12 * torch.rand(size, generator=generator) - 14)
+    values = values * torch.randn(size, generator=generator).sign() if signed else values
+    scales = scales_of(values, signed)
+    codes = encode(share_of(values, scales), None, signed)
+    again = decode(codes, signed) * spread(scales, codes)
+    assert ((again - values) / values).abs().max() <= (1 / 16 if signed else 1 / 32)
+    # what was decoded is encoded exactly, so checkpoints in float32 lose nothing
+    assert torch.equal(scales_of(again, signed), scales)
+    assert torch.equal(encode(share_of(again, scales), None, signed), codes)
+
+
+def test_small_second_moments_do_not_become_zero():
+    values = torch.tensor([1.0, 1e-3, 1e-9, 0.0])
+    scales = scales_of(values, False)
+    codes = encode(share_of(values, scales), None, False)
+    assert (decode(codes, False) * spread(scales, codes) > 0).all()
+
+
+def test_a_block_of_zeros_stays_zero():
+    for signed in (True, False):
+        codes = encode(share_of(torch.zeros(130), torch.zeros(2)), None, signed)
+        assert not (decode(codes, signed) * spread(torch.zeros(2), codes)).any()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_have_no_bias(signed):
+    values = torch.linspace(0.001, 1, 128) * (torch.tensor([1.0, -1.0]).repeat(64) if signed else 1)
+    scales, total, steps = scales_of(values, signed), 0.0, 3000
+    for step in range(steps):
+        noise = Noise([values], [values], float(step_seed(1, step)))
+        total = total + decode(encode(share_of(values, scales), noise.bits(0, dropped_bits(signed))[0], signed), signed)
+    step_size = values.abs() / (8 if signed else 16)
+    assert ((total / steps - values).abs() <= 4 * 0.5 * step_size / steps**0.5 + 1e-6).all()
+
+
+def test_master_weights_notice_that_somebody_wrote_to_a_parameter():
+    kept, master = [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], [torch.tensor([1.001, 7.0])]
+    assert MasterWeights().load(kept, (master,), torch.float32)[0].tolist() == pytest.approx([1.001, 2.0])
+
+
+def test_a_compensation_keeps_what_rounding_loses():
+    kept, lost = [torch.tensor([1.0], dtype=torch.bfloat16)], [torch.zeros(1, dtype=torch.bfloat16)]
+    for step in range(1000):
+        noise = Noise([torch.ones(1)], [kept[0]], float(step_seed(0, step)))
+        loaded = Compensated().load(kept, (lost,), torch.float32)
+        loaded += 1e-5
+        Compensated().store(kept, (lost,), loaded, noise, 0)
+    assert (kept[0].double() + lost[0].double()).item() == pytest.approx(1.01, abs=5e-4)

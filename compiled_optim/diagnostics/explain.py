@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -13,6 +14,7 @@ from compiled_optim.diagnostics.text import counted
 from compiled_optim.diagnostics.units import COMPILED, FROM_DISK, FROM_PROCESS, UnitReport
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.plan import Plan
+from compiled_optim.engine.storage_options import bytes_by_list
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,25 @@ class BatchReport:
     backend: str
     units: tuple[str, ...]
     calls: int
+    bytes: Mapping[str, int]
+    """The bytes of gradients, parameters and each state, by name."""
 
     @classmethod
     def from_bucket(cls, bucket: Bucket, calls: Sequence[BoundCall]) -> BatchReport:
         """Return the report on a bucket for which a step makes these calls."""
+        shapes = [(size,) for size in bucket.flat_layout.sizes] if bucket.is_flat else bucket.shapes
+        used: Counter[str] = Counter()
+        for shape in shapes:
+            used.update(bytes_by_list(bucket.program, bucket.dtypes, shape))
         return cls(
             tensors=len(bucket.entries),
-            elements=sum(bucket.flat_layout.sizes if bucket.is_flat else map(math.prod, bucket.shapes)),
+            elements=sum(map(math.prod, shapes)),
             dtype=str(bucket.entries[0].param.dtype).removeprefix("torch."),
             device=str(bucket.device),
             backend=bucket.backend.name,
             units=tuple(dict.fromkeys(str(call.signature) for call in calls)),
             calls=len(calls),
+            bytes=dict(used),
         )
 
 
@@ -97,6 +106,8 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [self._summary(), self._batches()]
+        if self.batches:
+            parts.append(self._memory())
         if self.units:
             parts.append(self._units())
         parts.append(_listed("recompiles", [f"{unit.name}: {unit.reason}" for unit in self.units if unit.reason]))
@@ -123,6 +134,21 @@ class Explanation:
         ]
         headers = ("tensors", "elements", "dtype", "device", "backend", "unit", "calls")
         return tabulate(rows, headers=headers, colalign=("right", "right"))
+
+    @property
+    def bytes_per_element(self) -> dict[str, float]:
+        """The bytes for each element of the parameters, by buffer: gradients, parameters, and each state."""
+        elements = sum(batch.elements for batch in self.batches)
+        used: Counter[str] = Counter()
+        for batch in self.batches:
+            used.update(batch.bytes)
+        return {name: size / elements for name, size in used.items()} if elements else {}
+
+    def _memory(self) -> str:
+        used = self.bytes_per_element
+        total = sum(used.values())
+        parts = ", ".join(f"{name} {size:.3g}" for name, size in used.items())
+        return f"bytes for each element: {total:.3g} ({parts})"
 
     def _units(self) -> str:
         rows = [(u.name, u.device, u.kernels, f"{u.seconds:.2f}" if u.seconds else "", u.source) for u in self.units]

@@ -24,6 +24,7 @@ class BoundBucket(ABC):
 
     def __init__(self, bucket: Bucket, rule: Rule, readers: Sequence[RowReader], state: states.State) -> None:
         self.bucket = bucket
+        self._rule = rule
         program, entries = bucket.program, bucket.entries
         self._pick = picker([entry.index for entry in entries])
         self.copied: list[Entry] = []
@@ -165,13 +166,18 @@ class TensorBucket(BoundBucket):
         self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         bucket = self.bucket
+        options = bucket.rows, bucket.program, bucket.kept_dtypes, self._rule.nonnegative
         kept = [
-            states.materialize_states(own, entry.param, entry.local, first, bucket.rows)
+            states.materialize_states(own, entry.param, entry.local, first, *options)
             for own, entry, first in zip(values, bucket.entries, initial, strict=True)
         ]
         lists = [[self._updated(entry) for entry in bucket.entries], *map(list, zip(*kept, strict=True))]
         if not bucket.backend.by_address:
-            lists = [[layout.working_view(tensor, bucket.rows) for tensor in tensors] for tensors in lists]
+            by_rows = [i - 1 for i in bucket.program.row_lists]  # without the gradients
+            lists = [
+                tensors if i in by_rows else [layout.working_view(tensor, bucket.rows) for tensor in tensors]
+                for i, tensors in enumerate(lists)
+            ]
         return [tensor for tensors in kept for tensor in tensors], lists
 
     def _updated(self, entry: Entry) -> Tensor:

@@ -16,10 +16,11 @@ from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
+from compiled_optim.engine.storage_options import KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
 from compiled_optim.flat_programs import takes_matrix, works_flat
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
-from compiled_optim.storage import compute_dtype, storage_for
+from compiled_optim.storage import compute_dtype
 from compiled_optim.tensors import sum_dtype
 
 Names = Callable[[], Sequence[str]]
@@ -71,6 +72,12 @@ class Bucket:
     def device(self) -> torch.device:
         """The device of its parameters."""
         return self.entries[0].local.device
+
+    @property
+    def kept_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the states and companions, complex for complex parameters."""
+        kept = self.dtypes[2:]
+        return tuple(dtype.to_complex() for dtype in kept) if self.entries[0].param.is_complex() else kept
 
     @cached_property
     def group_numbers(self) -> list[int]:
@@ -181,10 +188,11 @@ def make_buckets(
     programs = [rule.program(group, unscales) for group in groups]
     places = {program: place for place, program in enumerate(programs)}  # a number is compared faster
     kinds = [places[program] for program in programs]
+    stored = [any(key in group for key in KEYS) for group in groups]
     keeps_state = rule.counts_steps or any(program.states for program in programs)
     backends: dict[torch.device, Backend] = {}
     flat: dict[torch.device, bool] = {}
-    entries, dtypes, seen = [], [], set()
+    entries, dtypes, formats, seen = [], [], [], set()
     for index, (number, param) in enumerate(numbered):
         grad, values = grads[index], state.get(param)
         # torch warns about a parameter listed twice; it is stepped once
@@ -204,13 +212,16 @@ def make_buckets(
             check_can_step(rule, names, index, local, grad)
             grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
-        kept, steps = tuple(states.new_state_dtype(name, dtype) for name in programs[number].states), 0
+        own_states = programs[number].states
+        own_formats = formats_for(groups[number], own_states, local, rule.nonnegative) if stored[number] else USUAL
+        kept, steps = tuple(states.new_state_dtype(name, dtype, own_formats) for name in own_states), 0
         if values:
-            kept, steps = states.kept_dtypes(rule, values, param, programs[number].states, partial(_name, names, index))
+            kept, steps = states.kept_dtypes(rule, values, param, own_states, own_formats, partial(_name, names, index))
         own_numbers: tuple[float, ...] = ()
         if rule.numbers:
             own_numbers = kept_numbers(rule, groups[number], values or {}, partial(_name, names, index))
-        own = (grad_dtype, dtype, *kept)
+        own = (grad_dtype, dtype, *kept, *companion_dtypes(own_formats, own_states, dtype))
+        formats.append(own_formats)
         dtypes.append(tuple(map(layout.real_dtype, own)) if dtype.is_complex else own)
         rows = rule.rowwise and param.ndim > 1
         entries.append(Entry(index, number, param, local, grad_dtype, rows, steps, own_numbers))
@@ -230,12 +241,12 @@ def make_buckets(
             and works_flat(programs[number], 1 + entry.rows)
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
-        key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width)
+        key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i])
         if key != last:  # comparing is faster than hashing
             last = key
             if key not in buckets:
-                stored = with_storages(programs[number], own[1:])
-                bucket = Bucket(groups, backends[device], stored, own, entry.rows, wave, shards, is_flat)
+                program = with_storages(programs[number], own[1:], formats[i], rule.nonnegative)
+                bucket = Bucket(groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
                 bucket.is_outside = flat[device] and not is_flat
                 buckets[key] = bucket
             bucket = buckets[key]
@@ -246,12 +257,6 @@ def make_buckets(
 
 def _name(names: Names, index: int) -> str:
     return names()[index]
-
-
-def with_storages(program: UpdateProgram, kept: Sequence[torch.dtype]) -> UpdateProgram:
-    """Return the program for parameters and states in these dtypes."""
-    dtype = compute_dtype(kept[0])
-    return replace(program, dtype=dtype, storages=tuple(storage_for(each, dtype) for each in kept))
 
 
 def check_can_step(rule: Rule, names: Names, index: int, param: Tensor, grad: Tensor) -> None:

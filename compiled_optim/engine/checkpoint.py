@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.engine.numbers import as_number, step_count
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.states import check_state_fits
+from compiled_optim.engine.storage_options import KEYS as STORAGE_KEYS
+from compiled_optim.engine.stored_states import COMPANIONS, SCALE, is_quantized
 from compiled_optim.program import EMA
 from compiled_optim.storage import compute_dtype
 
@@ -71,6 +72,10 @@ def read(
             state[key] = values  # an entry that user code has added; torch keeps it too
     for group, own in zip(loaded, groups, strict=True):
         group["params"] = own["params"]
+        for key in STORAGE_KEYS:
+            group.pop(key, None)
+            if key in own:
+                group[key] = own[key]
         if "param_names" in own:
             group.setdefault("param_names", own["param_names"])
     return {"state": state, "param_groups": loaded}
@@ -147,7 +152,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         return
     # an average that is missing starts from the loaded weights
     missing = [each for each in (*states, *rule.numbers) if values.get(each) is None and each != EMA]
-    if rule.counts_steps and "step" not in values:
+    if type(rule).counts_steps and "step" not in values:
         missing.append("step")
     if missing:
         raise ValueError(
@@ -160,7 +165,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
             check_state_fits(lambda: name, param, state, value, REMEDY)
-    if rule.counts_steps and step_count(values["step"]) is None:
+    if rule.counts_steps and "step" in values and step_count(values["step"]) is None:
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
     for number in rule.numbers:
         if as_number(values[number]) is None:
@@ -174,7 +179,12 @@ def _convert(param: Tensor, value: Any, states: Sequence[str], numbers: Sequence
     converted if they are one of the rule's ``states``; a user's own stay integers.
     """
     if isinstance(value, dict):
-        return {key: _convert(param, item, states, numbers, key) for key, item in value.items()}
+        kept = {name for state in states if is_quantized(value, state) for name in (state, state + SCALE)}
+        kept |= {*COMPANIONS} & value.keys()
+        return {
+            key: item.to(param.device) if key in kept else _convert(param, item, states, numbers, key)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return type(value)(_convert(param, item, states, numbers) for item in value)
     if not isinstance(value, Tensor) or key in numbers:
@@ -183,6 +193,7 @@ def _convert(param: Tensor, value: Any, states: Sequence[str], numbers: Sequence
     if value.is_complex() and param.is_complex():
         dtype = param.dtype
     elif param.is_floating_point() and (value.is_floating_point() or (key in states and not value.is_complex())):
-        wider = value.is_floating_point() and torch.finfo(value.dtype).bits > torch.finfo(param.dtype).bits
+        # more bits, or other 16 bits
+        wider = value.dtype != param.dtype and value.is_floating_point() and value.itemsize >= param.itemsize
         dtype = compute_dtype(param.dtype) if wider else param.dtype
     return value.to(param.device, dtype)

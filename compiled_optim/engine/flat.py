@@ -22,6 +22,7 @@ from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_layout import MARK, mark_of
 from compiled_optim.engine.rows import Progress, RowReader
 from compiled_optim.engine.rule import Rule
+from compiled_optim.engine.stored_states import MASTER
 from compiled_optim.program import EMA
 
 
@@ -163,15 +164,15 @@ class FlatBucket(BoundBucket):
         self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         _, params, *of_states = self.buffers
-        named = dict(zip(self.bucket.program.states, of_states, strict=True))
+        named = dict(zip(self.bucket.program.kept, of_states, strict=True))
         for name, buffer in named.items():
             elsewhere = {}
             for i, (own, entry) in enumerate(zip(values, self.bucket.entries, strict=True)):
                 tensor = own.get(name)
-                if tensor is None and name == EMA:  # an average starts as a copy of its parameter
+                if tensor is None and name in (EMA, MASTER):  # both start as copies of the parameter
                     tensor = entry.param
                 if tensor is None:
-                    buffer.views[i].fill_(initial[i][name])
+                    buffer.views[i].fill_(initial[i].get(name, 0.0))
                 elif not buffer.holds(i, tensor):
                     elsewhere[i] = tensor
             buffer.load(elsewhere)

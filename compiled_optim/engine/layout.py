@@ -60,15 +60,15 @@ def copy_like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | No
     return copy.copy_(source)
 
 
-def full_like(param: Tensor, value: float, rows: bool) -> Tensor:
+def full_like(param: Tensor, value: float, rows: bool, dtype: torch.dtype) -> Tensor:
     """Return a tensor with the parameter's working strides that holds one value, in both parts if complex."""
     if param.is_contiguous():
         if value == 0:
-            return torch.zeros_like(param, memory_format=torch.contiguous_format)
-        tensor = torch.empty_like(param, memory_format=torch.contiguous_format)
+            return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        tensor = torch.empty_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     else:
         strides = working_strides(param, rows)
-        tensor = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+        tensor = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device)
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(value)
     return tensor
 

@@ -13,6 +13,7 @@ from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
 from compiled_optim.engine.rule import Group, Rule, by_name, declaration
+from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.program import EMA_DECAY
 
 GROUP_SHIFT = 48
@@ -73,7 +74,12 @@ class RowReader:
         for name, is_kept in self._optional:
             if bool(derived.get(name)) != is_kept:
                 return None
-        if variant.own_scalars or EMA_DECAY in group or rule.max_grad_norm_per_parameter is not None:
+        if (
+            variant.own_scalars
+            or EMA_DECAY in group
+            or rule.max_grad_norm_per_parameter is not None
+            or uses_seed(group)
+        ):
             own = rule.own_scalars(group, step)
             if tuple(own) != variant.own_scalars:
                 return None

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.engine.hyperparameters import check_usual
+from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
-from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, UpdateProgram
+from compiled_optim.noise import step_seed
+from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, SEED, UpdateProgram
 
 Group = dict[str, Any]
 
@@ -93,8 +95,11 @@ def by_name(group: Group, derived: Mapping[str, float | bool]) -> dict[str, Any]
 class Rule:
     """The formula of an optimizer, and the methods the engine calls."""
 
-    counts_steps: ClassVar[bool] = True
-    """Whether the state has a ``step``. If not, ``derived`` gets 1 until a parameter has states, and 2 afterwards."""
+    counts_steps: bool = True
+    """Whether the state has a ``step``. If not, ``derived`` gets 1 until a parameter has states, and 2 afterwards.
+
+    An optimizer that rounds stochastically counts steps in any case.
+    """
 
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
@@ -108,6 +113,11 @@ class Rule:
     In the state they are 0-dim tensors. :meth:`derived` gets them as entries of the group. What it returns under the
     name of a number is its value after the step.
     """
+
+    nonnegative: ClassVar[frozenset[str]] = frozenset(
+        {"acc_delta", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "square_avg", "step_size", "sum"}
+    )
+    """The names of states that are never negative. In 8 bits they need no sign, and never become zero."""
 
     sparse_alternative: ClassVar[str] = "SparseAdam"
     """The optimizer of torch.optim that the message about sparse gradients recommends. No rule takes them."""
@@ -164,6 +174,8 @@ class Rule:
         if decay is not None:
             warm = step / (step + WARMUP_STEPS - 1) if group.get("ema_warmup") else 1.0
             found[EMA_DECAY] = min(float(decay), warm) if step > 1 else 0.0
+        if uses_seed(group):
+            found[SEED] = float(step_seed(int(group.get("rounding_seed", 0)), step))
         return found
 
     def row(self, group: Group, step: int) -> Row:

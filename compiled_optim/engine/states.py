@@ -14,43 +14,60 @@ from compiled_optim.engine.flat_layout import is_flat
 from compiled_optim.engine.numbers import REMEDY, step_count
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import placement, shard_like
+from compiled_optim.engine.storage_options import USUAL, Formats
+from compiled_optim.engine.stored_states import COMPANIONS, MASTER, SCALE, dequantize, is_quantized, quantize
 from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.modes import outside_of_modes
-from compiled_optim.program import EMA
-from compiled_optim.storage import compute_dtype
+from compiled_optim.program import EMA, UpdateProgram
+from compiled_optim.storage import Quantized, compute_dtype
 
 State = dict[Tensor, Any]
 """``optimizer.state``: for each parameter a dict of its states by name."""
 
 
 def kept_dtypes(
-    rule: Rule, values: Mapping[str, Any], param: Tensor, names: Sequence[str], parameter_name: Callable[[], str]
+    rule: Rule,
+    values: Mapping[str, Any],
+    param: Tensor,
+    names: Sequence[str],
+    formats: Formats,
+    parameter_name: Callable[[], str],
 ) -> tuple[tuple[torch.dtype, ...], int]:
     """Return the dtypes of a parameter's states and its number of steps; raise if one does not match the parameter.
 
-    A state that does not exist yet will have the dtype of :func:`new_state_dtype`.
+    A state that does not exist yet, or that ``formats`` names, will have the dtype of :func:`new_state_dtype`.
     """
     dtypes = []
     for name in names:
         tensor = values.get(name)
         if tensor is None:
-            dtypes.append(new_state_dtype(name, param.dtype))
+            dtypes.append(new_state_dtype(name, param.dtype, formats))
             continue
         check_state_fits(parameter_name, param, name, tensor, REMEDY)
+        if is_quantized(values, name):
+            kept = formats.of(name)
+            dtypes.append(compute_dtype(param.dtype) if kept is None else new_state_dtype(name, param.dtype, formats))
+            continue
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"state {name!r} of {parameter_name()} has dtype {tensor.dtype}, which would truncate every update; "
                 f"convert it to {param.dtype}"
             )
-        dtypes.append(tensor.dtype)
-    return tuple(dtypes), steps_taken(parameter_name, values, rule.counts_steps, names)
+        is_chosen = formats.of(name) is not None
+        dtypes.append(new_state_dtype(name, param.dtype, formats) if is_chosen else tensor.dtype)
+    counts_steps = rule.counts_steps and ("step" in values or type(rule).counts_steps)
+    return tuple(dtypes), steps_taken(parameter_name, values, counts_steps, names)
 
 
-def new_state_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a new state: that of the parameter, but at least float32 for an average of the weights.
+def new_state_dtype(name: str, dtype: torch.dtype, formats: Formats = USUAL) -> torch.dtype:
+    """Return the dtype of a new state of a parameter in ``dtype``.
 
+    It is the dtype that ``formats`` names, or that of the parameter; for an average of the weights at least float32.
     In a lower precision an average would not move: what it adds in a step is less than half of its last bit.
     """
+    kept = formats.of(name)
+    if kept is not None:
+        return kept if isinstance(kept, torch.dtype) else torch.uint8
     return dtype if name != EMA or dtype.is_complex else compute_dtype(dtype)
 
 
@@ -84,29 +101,70 @@ def steps_taken(
 
 
 def materialize_states(
-    values: dict[str, Any], param: Tensor, local: Tensor, initial: Mapping[str, float], rows: bool
+    values: dict[str, Any],
+    param: Tensor,
+    local: Tensor,
+    initial: Mapping[str, float],
+    rows: bool,
+    program: UpdateProgram,
+    dtypes: Sequence[torch.dtype],
+    nonnegative: Collection[str],
 ) -> list[Tensor]:
-    """Create the states a parameter lacks, give the others its working layout, and return what this process holds.
+    """Create what a program keeps for a parameter and what it lacks, convert the rest, and return the local tensors.
 
-    ``local`` is what this process holds of the parameter. An average starts as a copy of it.
+    Args:
+        values: the states of the parameter by name.
+        param: the parameter.
+        local: what this process holds of it.
+        initial: the initial values of the states. An average and master weights start as copies of the parameter.
+        rows: whether the program sees its rows.
+        program: the program, which tells the storages.
+        dtypes: the dtypes of the lists of the program after the parameters.
+        nonnegative: the names of states without a sign.
     """
     is_sharded = local is not param
-    found = []
-    for name, value in initial.items():
-        tensor = values.get(name)
+    storages = dict(zip(program.states, program.storages[1:], strict=True))
+    found: dict[str, Tensor] = {}
+    for name, dtype in zip(program.kept, dtypes, strict=True):
+        tensor, storage = values.get(name), storages.get(name)
         held = local_shard(tensor) if is_sharded and tensor is not None else tensor
-        if held is None and name == EMA:
-            made = layout.copy_like(local, local.detach(), rows, new_state_dtype(name, local.dtype))
+        if name in found:  # scales, which were made with the codes
+            made = found[name]
+        elif isinstance(storage, Quantized):
+            made, found[name + SCALE] = _codes(values, name, held, local, initial[name], rows, storage.signed)
+        elif held is not None and is_quantized(values, name):
+            plain = dequantize(held, values[name + SCALE], name not in nonnegative, rows)
+            made = layout.copy_like(local, plain, rows, dtype)
+        elif held is None and name in (EMA, MASTER):
+            made = layout.copy_like(local, local.detach(), rows, dtype)
         elif held is None:
-            made = layout.full_like(local, value, rows)
-        elif held.device != local.device or not layout.pairs_with(local, held, rows):
-            made = layout.copy_like(local, held, rows)
+            made = layout.full_like(local, initial.get(name, 0.0), rows, dtype)
+        elif held.device != local.device or held.dtype != dtype or not layout.pairs_with(local, held, rows):
+            made = layout.copy_like(local, held, rows, dtype)
         else:
             made = held
+        found[name] = made
         if made is not held:
-            values[name] = shard_like(param, made) if is_sharded else made
-        found.append(made)
-    return found
+            has_shape = made.shape == local.shape and not name.endswith(SCALE)
+            values[name] = shard_like(param, made) if is_sharded and has_shape else made
+    for name in [name for name in values if name in COMPANIONS or name.removesuffix(SCALE) in found]:
+        if name not in found:  # of a storage that the parameter no longer has
+            del values[name]
+    return [found[name] for name in program.kept]
+
+
+def _codes(
+    values: Mapping[str, Any], name: str, held: Tensor | None, local: Tensor, initial: float, rows: bool, signed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of a state, converted from whatever it is kept in now."""
+    if held is None:
+        return quantize(local, layout.full_like(local, initial, rows, torch.float32), signed, rows)
+    if not is_quantized(values, name):
+        return quantize(local, held.to(local.device), signed, rows)
+    scales: Tensor = values[name + SCALE]
+    if held.device == local.device == scales.device and layout.pairs_with(local, held, rows):
+        return held, scales
+    return quantize(local, dequantize(held, scales, signed, rows).to(local.device), signed, rows)
 
 
 def convert_states(
@@ -119,7 +177,9 @@ def convert_states(
     """
     return {
         name: value.to(
-            param.device, new_state_dtype(name, param.dtype) if value.dtype == old else value.dtype, copy=True
+            param.device,
+            new_state_dtype(name, param.dtype) if value.dtype == old and not name.endswith(SCALE) else value.dtype,
+            copy=True,
         )
         if name not in numbers and isinstance(value, Tensor)
         else value

@@ -1,0 +1,68 @@
+"""Convert states between formats: float tensors, and codes of one byte with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.engine import layout
+from compiled_optim.engine.sharding import shard_like
+from compiled_optim.engine.tensor_types import local_shard
+from compiled_optim.quantization import decode, encode, scales_of, share_of, spread
+from compiled_optim.storage import Compensated, MasterWeights, Quantized
+
+(SCALE,) = Quantized.companions
+"""The suffix of the name of the scales of a state."""
+
+COMPANIONS = (*Compensated.companions, *MasterWeights.companions)
+"""The names of the companions of parameters."""
+
+(MASTER,) = MasterWeights.companions
+
+
+def is_quantized(values: Mapping[str, Any], name: str) -> bool:
+    """Return True if a state is kept as codes."""
+    tensor = values.get(name)
+    return isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 and isinstance(values.get(name + SCALE), Tensor)
+
+
+def dequantize(codes: Tensor, scales: Tensor, signed: bool, rows: bool) -> Tensor:
+    """Return a state in float32, with the strides of its codes."""
+    flat = layout.working_view(codes, rows)
+    numbers = decode(flat, signed) * spread(scales.to(codes.device), flat)
+    made = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32, device=codes.device)
+    layout.working_view(made, rows).copy_(numbers)
+    return made
+
+
+def quantize(param: Tensor, values: Tensor, signed: bool, rows: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a state, rounded to nearest. The codes have the parameter's working strides."""
+    flat = layout.working_view(layout.copy_like(param, values, rows, torch.float32), rows)
+    scales = scales_of(flat, signed)
+    strides = layout.working_strides(param, rows)
+    codes = torch.empty_strided(param.shape, strides, dtype=torch.uint8, device=param.device)
+    layout.working_view(codes, rows).copy_(encode(share_of(flat, scales), None, signed))
+    return codes, scales
+
+
+def has_quantized(values: Mapping[str, Any]) -> bool:
+    """Return True if a parameter has states that are kept as codes."""
+    return any(is_quantized(values, name) for name in values)
+
+
+def in_full_precision(
+    values: Mapping[str, Any], nonnegative: Collection[str], rows: bool, param: Tensor, keep_companions: bool
+) -> dict[str, Any]:
+    """Return the states of a parameter as float tensors, without scales, and without other companions unless asked."""
+    found: dict[str, Any] = {}
+    scales = {name + SCALE for name in values if is_quantized(values, name)}
+    for name, value in values.items():
+        if name + SCALE in scales:
+            plain = dequantize(local_shard(value), values[name + SCALE], name not in nonnegative, rows)
+            found[name] = shard_like(param, plain)
+        elif name not in scales and (keep_companions or name not in COMPANIONS):
+            found[name] = value
+    return found
