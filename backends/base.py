@@ -240,7 +240,7 @@ class Backend(ABC):
     layouts: tuple[Layout, ...] = ("tensors",)
     """How parameters and states may lie in memory, the default first: "tensors" leaves parameters where they are,
     "flat" moves them into flat buffers. A backend with "flat" takes batches with ``is_flat``."""
-    refused_storages: tuple[str, ...] = ()
+    refused_storages: tuple[str, ...] = ("8bit",)
     """The ways to keep tensors that this backend cannot compile: "8bit" or "stochastic"."""
     by_address: bool = False
     """Whether calls use only the addresses of tensors, so that these are not viewed in the shapes of the batch."""

@@ -125,6 +125,7 @@ class EagerBackend(LaneBackend):
     name = "eager"
     compiles = False
     layouts = ("tensors", "flat")
+    refused_storages: tuple[str, ...] = ()
 
     def available(self) -> Availability:
         """Return an Availability that is always true."""

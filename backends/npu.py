@@ -56,6 +56,7 @@ class NpuBackend(AscendBackend):
 
     name = "npu"
     layouts = ("flat", "tensors")
+    refused_storages = ("8bit", "stochastic")  # torchair has no converters for shifts and for views of other dtypes
     compiler = "torchair"
     compiler_remedy = "it comes with torch_npu and needs the packages protobuf and packaging"
 

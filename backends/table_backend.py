@@ -44,6 +44,7 @@ class TableBackend(Backend):
 
     takes_rows = True
     by_address = True
+    refused_storages: tuple[str, ...] = ()
 
     @abstractmethod
     def settings(self, signature: Signature) -> Mapping[str, Any]:
@@ -75,7 +76,7 @@ class TableBackend(Backend):
 
     def units(self, batch: Batch) -> list[UnitCall]:
         """Return one call for all tensors."""
-        rank = 2 if batch.program.row_lists else len(batch.shapes[0])
+        rank = 2 if batch.program.has_blocks else len(batch.shapes[0])
         arguments = tuple(
             # a unit takes the totals of one tensor
             spec._replace(shape=spec.shape[:1]) if spec.name == "totals" else spec
@@ -89,7 +90,7 @@ class TableBackend(Backend):
         ((signature, _),) = batch.calls
         unit = self.get_unit(signature)
         shapes = batch.shapes
-        if batch.program.row_lists and len(shapes[0]) == 1:
+        if batch.program.has_blocks:
             shapes = list(map(in_blocks, shapes))
         call = self.wrap_call(unit.bind(shapes, lists, arguments))
         return _OneCall(BoundCall(unit, signature, lambda grads: grads, call), batch.program.result)

@@ -35,13 +35,12 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     because a unit uses only their addresses.
     """
     shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
-    by_rows = signature.program.row_lists
-    if by_rows:  # the driver gets these 1-D tensors in blocks, the eager program as they are
+    if signature.program.has_blocks:  # the driver gets these 1-D tensors in blocks, the eager program as they are
         shapes = [(size,) for size in (*VERIFIED_SIZES, 3 * BLOCK, 2 * BLOCK + 9)]
     skipped = 2
     arguments = _example_arguments(signature, len(shapes))
     lists, expected = (_example_lists(signature, shapes) for _ in range(2))
-    bound_shapes = list(map(in_blocks, shapes)) if by_rows else shapes
+    bound_shapes = list(map(in_blocks, shapes)) if signature.program.has_blocks else shapes
     grads: list[Tensor | None] = [grad.view(1, -1, 1) for grad in lists[0]]
     grads[skipped] = None
     call = unit.bind(bound_shapes, lists[1:], arguments, chunk=VERIFIED_CHUNK)
@@ -68,7 +67,9 @@ def _example_lists(signature: Signature, shapes: Sequence[Shape]) -> TensorLists
     generator = torch.Generator().manual_seed(0)
 
     def example(number: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-        own = (blocks(shape[0]),) if number in signature.program.row_lists else shape
+        own = shape
+        if number in signature.program.row_lists:
+            own = (blocks(shape[0]) if signature.program.has_blocks else shape[0],)
         values = torch.rand(own, generator=generator, device="cpu") + 0.5
         return (values * 100 if dtype == torch.uint8 else values).to(signature.device, dtype)
 

@@ -21,7 +21,7 @@ from compiled_optim.flat_tensors import FlatTensors, Segments
 from compiled_optim.locations import is_ours
 from compiled_optim.noise import Noise
 from compiled_optim.storage import Direct, Storage
-from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
+from compiled_optim.tensors import AllReduce, BlockTensors, Number, Scalar, Tensors, materialize, sum_dtype
 
 TensorLists = Sequence[list[Tensor]]
 
@@ -94,6 +94,11 @@ class Program(Protocol):
         """The numbers of the lists that have a number for each row of a 2-D tensor, or for each block of a 1-D one."""
         return ()
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a unit sees 1-D tensors as 2-D ones, with a block of elements in each row."""
+        return False
+
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Run the program; it updates tensors in place."""
 
@@ -127,7 +132,8 @@ class UpdateProgram:
     computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
     the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
 
-    With ``segments``, each list has one tensor: a flat buffer of this many segments, as a matrix.
+    With ``segments``, each list has one tensor: a flat buffer of this many segments, as a matrix. With ``has_blocks``,
+    a unit sees 1-D tensors as 2-D ones, with a block of a quantised state in each row.
     """
 
     name: str = field(compare=False)
@@ -142,6 +148,7 @@ class UpdateProgram:
     companions: tuple[str, ...] = ()
     phase: Phase = Phase.WHOLE
     segments: int = 0
+    has_blocks: bool = False
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -175,9 +182,10 @@ class UpdateProgram:
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """Words for logs: how gradients are scaled, and the phase if there are two."""
+        """Words for logs: how tensors are kept, how gradients are scaled, and the phase if there are two."""
+        kept = dict.fromkeys(storage.word for storage in self.storages if storage.word)
         words = {"unscales": self.unscales, "scaled": self.scaled, self.phase.value: self.phase is not Phase.WHOLE}
-        return tuple(word for word, applies in words.items() if applies)
+        return (*kept, *(word for word, applies in words.items() if applies))
 
     @property
     def result(self) -> Result:
@@ -239,7 +247,7 @@ class UpdateProgram:
     def _list_type(self, arguments: Arguments) -> Callable[[Iterable[Tensor]], Tensors]:
         """Return the function that makes the lists that the rule works on."""
         if not self.segments:
-            return Tensors
+            return BlockTensors if self.has_blocks else Tensors
         assert arguments.row_segments is not None
         segments = Segments(self.segments, arguments.row_segments, arguments.mask)
         return partial(FlatTensors, segments=segments)
@@ -344,6 +352,7 @@ class SquaredNormProgram:
     result: Result = Result.SUM
     reduces: bool = True
     row_lists: tuple[int, ...] = ()
+    has_blocks: bool = False
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor:
         """Return the sum as a 0-dim tensor."""

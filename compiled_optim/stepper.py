@@ -29,7 +29,7 @@ from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
 from compiled_optim.engine.states import State, with_own_memory
-from compiled_optim.engine.storage_options import EIGHT_BIT, uses_seed
+from compiled_optim.engine.storage_options import EIGHT_BIT, STORAGE_REMEDIES, uses_seed
 from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
@@ -166,7 +166,7 @@ class Stepper:
                 option = f"state_dtype={name!r}" if name == EIGHT_BIT else "stochastic rounding"
                 raise NotImplementedError(
                     f"{self._name} cannot have {option} for parameters on {device}: backend {backend.name!r} cannot "
-                    "compile it; use master_weights=True, rounding='kahan' or a state_dtype with rounding='nearest'"
+                    f"compile it; use {STORAGE_REMEDIES[name]}"
                 )
 
     def backend_for(self, device: torch.device) -> Backend:

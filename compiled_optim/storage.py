@@ -35,6 +35,11 @@ class Storage(ABC):
     uses_noise: bool = False
     """Whether results are rounded at random."""
 
+    @property
+    def word(self) -> str:
+        """A word for logs and ``explain()``; empty if tensors are kept as they are, or rounded to nearest."""
+        return ""
+
     @abstractmethod
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the tensors that the rule works on, in the dtype in which it computes."""
@@ -66,6 +71,11 @@ class Rounded(Storage):
 
     uses_noise: bool = False
 
+    @property
+    def word(self) -> str:
+        """The kind of rounding."""
+        return "stochastic" if self.uses_noise else ""
+
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return converted copies."""
         return Tensors(tensor.to(dtype) for tensor in kept)
@@ -76,8 +86,8 @@ class Rounded(Storage):
         """Round the result to the dtype in memory."""
         if self.uses_noise:
             assert noise is not None
-            rounded = _round_bfloat16 if kept[0].dtype == torch.bfloat16 else _round_float16
-            result = Tensors(map(rounded, result, noise.bits(place, 16)))
+            bits = noise.bits(place, 16)
+            result = Tensors(round_to(kept[0].dtype, value, own) for value, own in zip(result, bits, strict=True))
         torch._foreach_copy_(kept, result)
 
 
@@ -90,6 +100,7 @@ class Compensated(Storage):
 
     companions = ("compensation",)
     uses_noise = True
+    word = "kahan"
 
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the sums of both."""
@@ -99,8 +110,8 @@ class Compensated(Storage):
         self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
     ) -> None:
         """Round the result to nearest; keep the difference."""
-        rounded = [value.to(tensor.dtype) for tensor, value in zip(kept, result, strict=True)]
-        lost = Tensors(value - near.to(value.dtype) for value, near in zip(result, rounded, strict=True))
+        rounded = [round_to(kept[0].dtype, value) for value in result]
+        lost = Tensors(value - near for value, near in zip(result, rounded, strict=True))
         Rounded(True).store(companions[0], (), lost, noise, place)
         torch._foreach_copy_(kept, rounded)
 
@@ -113,13 +124,13 @@ class MasterWeights(Storage):
     """
 
     companions = ("master",)
+    word = "master weights"
 
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the master weights."""
-        pairs = zip(kept, companions[0], strict=True)
-        return Tensors(
-            torch.where(master.to(tensor.dtype) == tensor, master, tensor.to(dtype)) for tensor, master in pairs
-        )
+        rounded = [round_to(kept[0].dtype, master) for master in companions[0]]
+        triples = zip(rounded, companions[0], (tensor.to(dtype) for tensor in kept), strict=True)
+        return Tensors(torch.where(near == written, master, written) for near, master, written in triples)
 
     def store(
         self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
@@ -138,6 +149,7 @@ class Quantized(Storage):
     companions = ("_scale",)
     by_rows = True
     uses_noise = True
+    word = "8-bit"
 
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the numbers that the codes stand for."""
@@ -158,16 +170,22 @@ class Quantized(Storage):
         torch._foreach_copy_(companions[0], scales)
 
 
-def _round_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
-    """Round to numbers that bfloat16 holds, up or down at random, without bias. ``bits`` are 16 for each element."""
-    return ((bits_of(value) + bits) & ~0xFFFF).view(torch.float32)
+def round_to(dtype: torch.dtype, value: Tensor, bits: Tensor | None = None) -> Tensor:
+    """Return numbers in float32 that ``dtype`` (bfloat16 or float16) holds: the nearest, or those that ``bits`` choose.
 
-
-def _round_float16(value: Tensor, bits: Tensor) -> Tensor:
-    """Round to numbers that float16 holds, up or down at random, without bias. ``bits`` are 16 for each element."""
+    ``bits`` are 16 random bits for each element. They round up or down without bias. The numbers are computed, because
+    Inductor removes a conversion to ``dtype`` and back. torchair keeps it, and cannot convert integer operations.
+    """
+    if bits is None and value.device.type == "npu":
+        return value.to(dtype).to(torch.float32)
+    if dtype == torch.bfloat16:
+        plain = bits_of(value)
+        added = 0x7FFF + ((plain >> 16) & 1) if bits is None else bits  # to nearest: ties to even
+        return ((plain + added) & ~0xFFFF).view(torch.float32)
     power = (bits_of(value) & 0x7F800000).view(torch.float32)
     unit = (power * 2.0**-10).clamp(min=2.0**-24, max=2.0**5)
-    return torch.floor(value.to(torch.float32) / unit + bits.to(torch.float32) * 2.0**-16) * unit
+    share = value.to(torch.float32) / unit
+    return (share.round() if bits is None else torch.floor(share + bits.to(torch.float32) * 2.0**-16)) * unit
 
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -238,6 +238,11 @@ class Tensors(list[Tensor]):
         products = zip(self, other, strict=True)
         return Tensors((a * b).sum(dim=1, dtype=sum_dtype(a)) for a, b in products)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a rowwise rule sees rows: the parameters have two or more dimensions."""
+        return self[0].ndim > 1
+
     def row_lengths(self) -> list[Any]:
         """Return the length of the rows of each 2-D tensor."""
         return [tensor.shape[1] for tensor in self]
@@ -270,6 +275,12 @@ class Tensors(list[Tensor]):
         """Return the operand of a sum; ``_foreach_add`` would read a 0-dim tensor back to the host, so repeat it."""
         other = getattr(other, "tensor", other)
         return [other] * len(self) if isinstance(other, Tensor) else other
+
+
+class BlockTensors(Tensors):
+    """1-D tensors as 2-D ones, with a block of elements in each row. A rowwise rule sees no rows."""
+
+    has_rows = False
 
 
 def where(condition: Tensors, chosen: Any, other: Any) -> Tensors:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from compiled_optim.noise import Noise, step_seed
 from compiled_optim.quantization import decode, dropped_bits, encode, scales_of, share_of, spread
-from compiled_optim.storage import Compensated, Direct, MasterWeights, Rounded, compute_dtype, storage_for
+from compiled_optim.storage import Compensated, Direct, MasterWeights, Rounded, compute_dtype, round_to, storage_for
 from compiled_optim.tensors import Tensors
 
 
@@ -144,3 +146,12 @@ def test_a_compensation_keeps_what_rounding_loses():
         loaded += 1e-5
         Compensated().store(kept, (lost,), loaded, noise, 0)
     assert (kept[0].double() + lost[0].double()).item() == pytest.approx(1.01, abs=5e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_to_nearest_is_that_of_a_conversion(dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20000, generator=generator) * torch.randn(20000, generator=generator).exp()
+    limits = torch.tensor([0.0, -0.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 2.0**-24, 6e-8, 65504.0, math.inf])
+    values = torch.cat([values, limits, -limits])
+    assert torch.equal(round_to(dtype, values), values.to(dtype).float())

@@ -16,7 +16,7 @@ from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
-from compiled_optim.engine.storage_options import KEYS, USUAL, companion_dtypes, formats_for, with_storages
+from compiled_optim.engine.storage_options import EIGHT_BIT, KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
 from compiled_optim.flat_programs import takes_matrix, works_flat
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
@@ -239,13 +239,14 @@ def make_buckets(
             and i not in waves
             and flat_layout.fits(entry.param, entry.rows)
             and works_flat(programs[number], 1 + entry.rows)
+            and EIGHT_BIT not in dict(formats[i].states).values()
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
         key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i])
         if key != last:  # comparing is faster than hashing
             last = key
             if key not in buckets:
-                program = with_storages(programs[number], own[1:], formats[i], rule.nonnegative)
+                program = with_storages(programs[number], own[1:], formats[i], rule.nonnegative, entry.rows)
                 bucket = Bucket(groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
                 bucket.is_outside = flat[device] and not is_flat
                 buckets[key] = bucket

@@ -36,6 +36,13 @@ KEYS = ("state_dtype", "rounding", "master_weights", "rounding_seed")
 """The keys of a group that say how it is stored. They belong to the optimizer, not to a checkpoint."""
 
 
+STORAGE_REMEDIES = {
+    EIGHT_BIT: "state_dtype=torch.bfloat16",
+    "stochastic": "master_weights=True, or a state_dtype with rounding='nearest'",
+}
+"""What to use instead of a storage that a backend refuses."""
+
+
 @dataclass(frozen=True)
 class Formats:
     """How one parameter and its states are kept.
@@ -105,9 +112,12 @@ def _for_all(chosen: Kept, states: Sequence[str], nonnegative: Collection[str]) 
 
 
 def with_storages(
-    program: UpdateProgram, kept: Sequence[torch.dtype], formats: Formats, nonnegative: Collection[str]
+    program: UpdateProgram, kept: Sequence[torch.dtype], formats: Formats, nonnegative: Collection[str], rows: bool
 ) -> UpdateProgram:
-    """Return the program for parameters and states in these dtypes. ``nonnegative`` names states without a sign."""
+    """Return the program for parameters and states in these dtypes.
+
+    ``nonnegative`` names states without a sign. ``rows`` says that the rule sees rows, which take the place of blocks.
+    """
     dtype = compute_dtype(kept[0])
     storages = [formats.param or storage_for(kept[0], dtype)]
     for name, each in zip(program.states, kept[1:], strict=False):
@@ -121,7 +131,8 @@ def with_storages(
         for owner, storage in zip(owners, storages, strict=True)
         for name in storage.companions
     ]
-    return replace(program, dtype=dtype, storages=tuple(storages), companions=tuple(companions))
+    has_blocks = not rows and any(storage.by_rows for storage in storages)
+    return replace(program, dtype=dtype, storages=tuple(storages), companions=tuple(companions), has_blocks=has_blocks)
 
 
 def companion_dtypes(formats: Formats, states: Sequence[str], dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -95,7 +95,7 @@ class AdamP(Optimizer):
         exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
         momentum = beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg
         u = momentum / (exp_avg_sq.sqrt() * correction + eps)
-        if p[0].ndim == 1:
+        if not p.has_rows:
             p *= 1 - decay
             p -= step_size * u
             return

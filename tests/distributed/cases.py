@@ -23,6 +23,7 @@ from tests.helpers import copies, gradients, parameters
 
 from .backward_cases import averages, in_backward, in_backward_of_ddp
 from .shard_cases import columns, refusals, rows
+from .stored_cases import STORED, load_stored, save_stored, stored
 from .training import STEPS, alone, backward, farthest, model, on_ranks, sharded, whole
 from .world import warm_up
 
@@ -186,6 +187,7 @@ TWO = {
     **{f"in backward {name}": partial(in_backward, name) for name in ("AdamW", "Lamb")},
     **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched)},
     **{f.__name__: f for f in (averages, in_backward_of_ddp)},
+    **{f"stored {label}": partial(stored, label) for label in STORED},
 }
 FOUR = {
     **{f"fsdp {name}": partial(fsdp, name) for name in ("AdamW", *BY_TENSOR)},
@@ -193,5 +195,9 @@ FOUR = {
     **{f"hybrid {name}": partial(hybrid, name) for name in ("AdamW", "Lamb")},
     **{f"hybrid shards {name}": partial(hybrid_shards, name) for name in ("AdamP", "BertAdam")},
     **{f"save {name}": partial(save, name) for name in ("AdamW", "Lamb", "SGD")},
+    **{f"save stored {label}": partial(save_stored, label) for label in STORED},
 }
-RELOADED = {f"load {name}": partial(load, name) for name in ("AdamW", "Lamb", "SGD")}
+RELOADED = {
+    **{f"load {name}": partial(load, name) for name in ("AdamW", "Lamb", "SGD")},
+    **{f"load stored {label}": partial(load_stored, label) for label in STORED},
+}

@@ -144,6 +144,19 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_two(reloaded, name):
         assert answer["kinds"] == {"DTensor"}
 
 
+@pytest.mark.parametrize("label", cases.STORED)
+def test_other_storages_of_shards_give_the_bits_of_one_process(on_two, label):
+    for answer in of(on_two, f"stored {label}"):
+        assert answer["equal"]
+        kept = {"8-bit": "torch.uint8", "kahan": "torch.bfloat16", "master weights": "torch.float32"}[label]
+        assert answer["dtypes"]["exp_avg"] == kept
+
+
+@pytest.mark.parametrize("label", cases.STORED)
+def test_other_storages_go_on_with_another_number_of_ranks(reloaded, label):
+    assert all(of(reloaded, f"load stored {label}"))
+
+
 def test_what_cannot_be_stepped_by_shards_is_refused_by_name(on_two):
     for answers in of(on_two, "refusals"):
         assert all("parameter 'weight'" in answer or "'weight'" in answer for answer in answers.values())

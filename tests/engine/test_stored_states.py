@@ -9,6 +9,8 @@ import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 
 import compiled_optim as co
 from compiled_optim.engine.stored_states import SCALE
+from tests.helpers import TIMEOUT
 
 SHAPES = ((64, 80), (100, 77), (7,), (130, 3, 3, 5))
 EIGHT_BIT = {"state_dtype": "8bit"}
@@ -237,16 +240,20 @@ def test_a_moved_parameter_takes_its_quantised_states_along():
         assert (difference <= 0.13 * before[index][name].abs() + 2e-4 * before[index][name].abs().max()).all()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lion", "RMSprop", "Lamb", "AdamP", "Adan", "Rprop", "NAdam"])
+COMPILED = ("SGD", "Lamb", "AdamP")
+"""Rules that differ in their passes: elementwise, with sums over tensors, and with sums over rows."""
+
+
+@pytest.mark.parametrize("name", [*COMPILED, "Lion", "RMSprop", "Adan", "Rprop", "NAdam"])
 def test_other_rules_in_eight_bit(name):
     make = getattr(co, name)
-    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
-    pairs = [make_params() for _ in range(2)]
-    plain, quantised = make(pairs[0], lr=1e-3, **options), make(pairs[1], lr=1e-3, **options, **EIGHT_BIT)
+    options = {"lr": 1e-3, "compile": name in COMPILED} | ({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
+    pairs = [make_params(shapes=(*SHAPES, (4100,))) for _ in range(2)]
+    plain, quantised = make(pairs[0], **options), make(pairs[1], **options, **EIGHT_BIT)
     for optimizer, params in zip((plain, quantised), pairs, strict=True):
         train(optimizer, params, 6)
     assert any(value.dtype == torch.uint8 for value in quantised.state[pairs[1][0]].values())
-    moved = distance(make_params(), pairs[0])
+    moved = distance(make_params(shapes=(*SHAPES, (4100,))), pairs[0])
     assert distance(*pairs) < 0.25 * moved
 
 
@@ -289,3 +296,38 @@ def test_states_rounded_to_nearest_are_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         co.AdamW(make_params(), **BF16_STATES)
+
+
+PEAK = """
+import torch
+import compiled_optim as co
+
+def status(key):
+    (line,) = (line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+param = torch.nn.Parameter(torch.ones({elements}, dtype=torch.{dtype}))
+param.grad = torch.ones_like(param)
+optimizer = co.AdamW([param], **{options!r})
+for _ in range(2):
+    optimizer.step()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # resets the peak
+before = status("VmRSS")
+optimizer.step()
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process from /proc")
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", EIGHT_BIT), ("bfloat16", {"rounding": "stochastic"}), ("bfloat16", {"rounding": "kahan"})],
+    ids=str,
+)
+def test_a_step_makes_no_temporary_of_the_size_of_a_parameter(dtype, options):
+    elements = 1 << 23
+    script = PEAK.format(elements=elements, dtype=dtype, options=options)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < elements // 4, "a quarter of a byte for each element"

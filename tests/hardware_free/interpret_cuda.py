@@ -153,6 +153,36 @@ def unscaled() -> dict[str, Any]:
     }
 
 
+def stored(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare steps of AdamW in another storage with those of its eager form, and with torch.optim in float64.
+
+    Random bits are computed from the values of a step, so both forms round alike.
+    """
+    shapes = [(17,), (BLOCK + 1,), (70, 128)]
+    starts = [tensor.to(torch.bfloat16) for tensor in Guarded(shapes, torch.float32, 0).tensors]
+    ours, eager = ([torch.nn.Parameter(start.to(dtype)) for start in starts] for _ in range(2))
+    exact = [torch.nn.Parameter(start.double()) for start in starts]
+    optimizers = [
+        co.AdamW(ours, lr=0.01, **options, backend=HostCuda()),
+        co.AdamW(eager, lr=0.01, **options, compile=False),
+        torch.optim.AdamW(exact, lr=0.01),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for twins in zip(ours, eager, exact, strict=True):
+            grad = torch.randn(twins[0].shape, generator=generator).bfloat16()
+            for twin in twins:
+                twin.grad = grad.to(twin.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {
+        "apart from eager": largest([(a - b).abs().max() for a, b in zip(ours, eager, strict=True)]),
+        "apart": largest([(a - b).square().mean().sqrt() for a, b in zip(ours, exact, strict=True)]),
+        "limits": [unit.limit for unit in optimizers[0].explain().units if unit.limit],
+        "units": [unit.name for unit in optimizers[0].explain().units],
+    }
+
+
 def largest(differences: list[Tensor]) -> float:
     """Return the largest difference. Unlike max(), it is NaN if one of them is."""
     return float(torch.stack([difference.detach().double() for difference in differences]).max())
@@ -279,6 +309,7 @@ def main() -> None:
         report["Lamb clipped"] = compared("Lamb", max_grad_norm=1.0)
         report["bfloat16"] = {name: bfloat16(name) for name in steps.OPTIMIZERS}
         report["unscaled"] = unscaled()
+        report["stored"] = {label: stored(*case) for label, case in steps.STORED.items()}
         report["fallback"] = fallback()
         few = [(17,), (BLOCK + 1,), (16,)]
         with wrong_constant():

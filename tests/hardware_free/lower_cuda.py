@@ -228,6 +228,8 @@ def main() -> None:
             report["drivers"] |= drivers(name, torch.float32, case in steps.SHARDED, **options)
         for name in ("AdamW", "Lamb", "AdamP"):
             report["drivers"] |= drivers(name, torch.bfloat16)
+        for dtype, options in steps.STORED.values():
+            report["drivers"] |= drivers("AdamW", dtype, **options)
         report["drivers"] |= shared_kernels()
     json.dump(report, sys.stdout)
 

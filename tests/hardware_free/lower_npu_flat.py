@@ -28,6 +28,18 @@ STEPS = 10
 CASES = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED}
 
 
+STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16, "rounding": "nearest"}),
+    "master weights": (torch.bfloat16, {"master_weights": True}),
+    "bfloat16": (torch.bfloat16, {}),
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "8bit": {"state_dtype": "8bit"},
+    "stochastic": {"rounding": "stochastic"},
+    "stochastic states": {"state_dtype": torch.bfloat16},
+}
+
+
 def shapes(count: int) -> list[tuple[int, ...]]:
     """Return this many shapes, of weights and biases in turn."""
     pairs = [shape for pair in zip(steps.TWENTY[:10], steps.TWENTY[10:], strict=True) for shape in pair]
@@ -109,12 +121,32 @@ def executed(recording: Recording) -> dict[str, Any]:
     return found
 
 
+def stored() -> dict[str, Any]:
+    """Return the differences of AdamW in other storages from torch.optim in float64, and the messages of refusals."""
+    found: dict[str, Any] = {}
+    exact = stepped("AdamW", torch.optim.AdamW, "cpu", torch.float64)
+    for label, (dtype, options) in STORED.items():
+        ours = stepped("AdamW", co.AdamW, "npu", dtype, **options)
+        pairs = zip(params_of(ours), params_of(exact), strict=True)
+        found[label] = dict(
+            apart=max(float((a.detach().cpu().double() - b.detach()).square().mean().sqrt()) for a, b in pairs),
+            units=sorted({unit for batch in ours.explain().batches for unit in batch.units}),
+        )
+    for label, options in REFUSED.items():
+        try:
+            co.AdamW([torch.nn.Parameter(torch.ones(64, 64).to("npu"))], **options)
+        except NotImplementedError as error:
+            found[label] = str(error)
+    return found
+
+
 def main() -> None:
     npu_device.install()
     recording = torchair_without_cann.install()
     recording.watch(npu.NpuBackend)
     with torchair_without_cann.interpreted():
         report = {"nodes": nodes(recording), "executed": executed(recording), "seeds": seed_scripts()}
+        report["stored"] = stored()
     json.dump(report, sys.stdout)
 
 

@@ -17,6 +17,14 @@ OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
 SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
 """Optimizers that take sums over tensors. With sharded tensors, each runs in two phases: measure, then update."""
 
+STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "stochastic": (torch.bfloat16, {"rounding": "stochastic"}),
+    "kahan": (torch.bfloat16, {"rounding": "kahan"}),
+    "master weights": (torch.bfloat16, {"master_weights": True}),
+}
+"""How parameters and states can be kept: the dtype of the parameters, and options."""
+
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
 
 WEIGHTS = [(64, 32), (128, 64), (33, 17), (256, 128), (512, 64), (7, 5, 3), (65, 65), (96, 4), (32, 3, 3, 3), (200, 50)]

@@ -99,6 +99,21 @@ def test_hyperparameters_are_one_input(report):
     assert report["executed"]["AdamW"]["inputs"] == 5  # gradients, parameters, two states, hyperparameters
 
 
+def test_other_storages(report):
+    """Parameters move by about 0.3. In bfloat16 without master weights, gradients and weights are rounded."""
+    found = report["stored"]
+    assert found["master weights"]["units"] == ["AdamW[bfloat16+float32, master weights, flat]"]
+    assert found["master weights"]["apart"] < found["bfloat16"]["apart"] < 0.1
+    assert found["bfloat16 states"]["apart"] < 0.1
+
+
+@pytest.mark.parametrize("kind", ["8bit", "stochastic", "stochastic states"])
+def test_storages_without_converters_are_refused(report, kind):
+    message = report["stored"][kind]
+    assert "backend 'npu' cannot compile it" in message
+    assert ("state_dtype='8bit'" if kind == "8bit" else "stochastic rounding") in message
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_scripts_of_torch_npu(report, name):
     found = report["seeds"][name]
