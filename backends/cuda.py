@@ -29,7 +29,7 @@ class CudaBackend(TableBackend):
     name = "cuda"
     devices = ("cuda",)
     seconds_per_unit = 2.0
-    refused_storages = ("8bit",)  # Inductor's kernels for a GPU would store the new states in float32 in between
+    whole_blocks = True
 
     def available(self) -> Availability:
         """Check torch, the device, Triton and the C compiler, in this order; report the first that is missing."""

@@ -53,6 +53,8 @@ class TableUnit(Unit):
     second for each row, and ``passes`` the passes that exist.
     """
 
+    whole_blocks = False
+
     def __init__(self, module: Any, sums: int, passes: int, carries: int) -> None:
         self._module = module
         self._sums, self._passes, self._carries = sums, passes, carries

@@ -16,8 +16,9 @@ from compiled_optim.backends.base import ArgumentSpec, Signature
 from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.backends.inductor import generated_function, lazy_kernels, lower
 from compiled_optim.backends.recording import CannotRecord, Recording, WrapperForm, record
-from compiled_optim.backends.tracing import SizeBounds, TracedGraph, trace, unit_sum_dtype
+from compiled_optim.backends.tracing import SizeBounds, TracedGraph, has_whole_blocks, trace, unit_sum_dtype
 from compiled_optim.program import Phase, Result, UpdateProgram, count_sums, is_elementwise
+from compiled_optim.quantization import BLOCK
 
 MEASURE, UPDATE = "measure", "update"
 """The names of the passes: the first computes sums, the second updates."""
@@ -124,7 +125,7 @@ def _graph_pass(name: str, traced: TracedGraph) -> dict[str, Any]:
 def _record(signature: Signature, run: Any, form: WrapperForm, places: Sequence[Place]) -> Recording:
     examples = []
     for sizes in RECORDED_SIZES:
-        own = sizes[: signature.rank]
+        own = (sizes[0], BLOCK) if has_whole_blocks(signature) else sizes[: signature.rank]
         inputs: list[Any] = []
         for source, index in places:
             if source == SIZES:

@@ -24,6 +24,9 @@ VERIFIED_CHUNK = 16
 class TableUnitLike(Protocol):
     """A unit that takes any number of tensors, which it cuts into chunks."""
 
+    whole_blocks: bool
+    """Whether all blocks of quantised tensors must have BLOCK elements."""
+
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int) -> Call:
         """Bind the unit to tensors, cut into chunks of about ``chunk`` elements."""
 
@@ -37,6 +40,8 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
     if signature.program.has_blocks:  # the driver gets these 1-D tensors in blocks, the eager program as they are
         shapes = [(size,) for size in (*VERIFIED_SIZES, 3 * BLOCK, 2 * BLOCK + 9)]
+        if unit.whole_blocks:
+            shapes = [(count * BLOCK,) for count in (3, 1, 2, 0)]
     skipped = 2
     arguments = _example_arguments(signature, len(shapes))
     lists, expected = (_example_lists(signature, shapes) for _ in range(2))

@@ -20,6 +20,7 @@ from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.errors import RuleError, first_line
 from compiled_optim.locations import definition, innermost_user_frame
 from compiled_optim.program import Arguments, Program
+from compiled_optim.quantization import BLOCK
 from compiled_optim.tensors import dtype_of_sums
 
 
@@ -132,8 +133,17 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBoun
                 if bounds.largest is not None:
                     torch._check(size <= bounds.largest)  # type: ignore[no-untyped-call]
                 shape_env.var_to_hint_override[size.node.expr] = size_hint
-            shapes.append(tuple(sizes))
+            shapes.append((*sizes[:1], BLOCK) if has_whole_blocks(signature) else tuple(sizes))
     return shapes
+
+
+def has_whole_blocks(signature: Signature) -> bool:
+    """Return True if all blocks of a tensor have BLOCK elements, so that their length is compiled in.
+
+    On a GPU a block then stays in registers between the two times that its elements are needed: for the scale, and for
+    the codes.
+    """
+    return signature.program.has_blocks and not signature.device.startswith("cpu")
 
 
 def _example_inputs(

@@ -21,6 +21,7 @@ from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.recording import CannotRecord, Extent, KernelCall, Pointer, Recording
 from compiled_optim.backends.table_passes import CompiledPasses
 from compiled_optim.backends.triton_kernels import as_function, with_helpers
+from compiled_optim.quantization import BLOCK
 
 HEADER = """\
 import triton
@@ -196,6 +197,8 @@ class _Pass:
             return [line(xnumel="1", r0_numel="length", XBLOCK="1", R0_BLOCK=str(THREADS))]
         if blocks == reduction and numels == {"xnumel": rows, "r0_numel": columns}:
             return self._over_rows(line, blocks, list(numels))
+        if blocks == loop and numels == {"xnumel": rows, "r0_numel": columns}:
+            return self._over_blocks(line)
         if blocks == tiles and numels == {"ynumel": rows, "xnumel": columns}:
             return self._over_rows(line, blocks, list(numels), " - c")
         raise CannotRecord(f"one of its kernels iterates over {numels} in {', '.join(blocks)}")
@@ -223,6 +226,14 @@ class _Pass:
             line(xnumel="1", XBLOCK="1", slot="0", **wide),
             line(xnumel="1", XBLOCK="1", slot="1", **rest),
         ]
+
+    def _over_blocks(self, line: Callable[..., str]) -> list[str]:
+        """Return loops over all rows of a chunk, which are blocks of a length that is compiled into the kernel."""
+        pointer, rows = f"base{{i}} + (offset + b * {BLOCK})", THREADS * 4 // BLOCK
+        sizes = {"xnumel": "length - b", "r0_numel": str(BLOCK), "XBLOCK": str(rows), "columns": str(BLOCK), "b": "b"}
+        loop = f"    for b in range(0, length, {rows}):"
+        wide, plain = line(pointer=f"tl.multiple_of({pointer}, 16)", **sizes), line(pointer=pointer, **sizes)
+        return ["if aligned:", loop, f"        {wide}", "else:", loop, f"        {plain}"]
 
     def _over_rows(
         self, line: Callable[..., str], blocks: Sequence[str], numels: Sequence[str], column: str = ""

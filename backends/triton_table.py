@@ -43,6 +43,8 @@ MAX_COLUMNS = (1 << 31) - 1
 class TritonTableUnit(Unit):
     """A module with the drivers of a program's passes. ``device`` is where the table is kept."""
 
+    whole_blocks = True
+
     def __init__(self, module: Any, device: str) -> None:
         self._module = module
         self._device = torch.device(device)

@@ -162,7 +162,10 @@ class Stepper:
             wanted.add("stochastic")
         for device in {param.device for param in group["params"]}:
             backend = self.backend_for(device)
-            for name in sorted(wanted & {*backend.refused_storages}):
+            refused = {*backend.refused_storages}
+            if backend.whole_blocks and (self._rule.rowwise or self._rule.program(group).reduces):
+                refused.add(EIGHT_BIT)
+            for name in sorted(wanted & refused):
                 option = f"state_dtype={name!r}" if name == EIGHT_BIT else "stochastic rounding"
                 raise NotImplementedError(
                     f"{self._name} cannot have {option} for parameters on {device}: backend {backend.name!r} cannot "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.program import EMA, UpdateProgram
-from compiled_optim.quantization import blocks
+from compiled_optim.quantization import BLOCK, blocks
 from compiled_optim.storage import (
     LOW_PRECISION,
     Compensated,
@@ -75,9 +75,16 @@ def uses_seed(group: Mapping[str, Any]) -> bool:
 
 
 def formats_for(
-    group: Mapping[str, Any], states: Sequence[str], param: Tensor, nonnegative: Collection[str]
+    group: Mapping[str, Any],
+    states: Sequence[str],
+    param: Tensor,
+    nonnegative: Collection[str],
+    whole_blocks: bool,
 ) -> Formats:
-    """Return how a parameter and its states are kept. ``nonnegative`` names states without a sign."""
+    """Return how a parameter and its states are kept.
+
+    ``nonnegative`` names states without a sign. With ``whole_blocks``, 8 bits are for tensors of whole blocks only.
+    """
     chosen, rounding = group.get("state_dtype"), group.get("rounding")
     storage: Storage | None = None
     if param.dtype in LOW_PRECISION:
@@ -92,7 +99,7 @@ def formats_for(
         chosen = torch.float32 if isinstance(storage, MasterWeights) else param.dtype
     if chosen is not None:
         named = chosen if isinstance(chosen, Mapping) else _for_all(chosen, states, nonnegative)
-    is_small = param.numel() < QUANTIZED_FROM or param.ndim == 0
+    is_small = param.numel() < QUANTIZED_FROM or (whole_blocks and param.numel() % BLOCK != 0)
     kept = {
         name: compute_dtype(param.dtype) if each == EIGHT_BIT and is_small else each
         for name, each in named.items()

@@ -160,7 +160,7 @@ def stored(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
     """
     shapes = [(17,), (BLOCK + 1,), (70, 128)]
     starts = [tensor.to(torch.bfloat16) for tensor in Guarded(shapes, torch.float32, 0).tensors]
-    ours, eager = ([torch.nn.Parameter(start.to(dtype)) for start in starts] for _ in range(2))
+    ours, eager = ([torch.nn.Parameter(start.to(dtype, copy=True)) for start in starts] for _ in range(2))
     exact = [torch.nn.Parameter(start.double()) for start in starts]
     optimizers = [
         co.AdamW(ours, lr=0.01, **options, backend=HostCuda()),

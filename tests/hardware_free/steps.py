@@ -19,6 +19,7 @@ SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if e
 
 STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "8-bit states": (torch.float32, {"state_dtype": "8bit"}),
     "stochastic": (torch.bfloat16, {"rounding": "stochastic"}),
     "kahan": (torch.bfloat16, {"rounding": "kahan"}),
     "master weights": (torch.bfloat16, {"master_weights": True}),
