@@ -243,7 +243,7 @@ class Backend(ABC):
     refused_storages: tuple[str, ...] = ("8bit",)
     """The ways to keep tensors that this backend cannot compile: "8bit" or "stochastic"."""
     whole_blocks: bool = False
-    """Whether only whole blocks can be kept in 8 bits, and only by rules without sums. Other tensors stay in float32."""
+    """Whether only whole blocks can be in 8 bits, and only for rules without sums. Other tensors stay in float32."""
     by_address: bool = False
     """Whether calls use only the addresses of tensors, so that these are not viewed in the shapes of the batch."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from compiled_optim.backends import table_vectors as vectors
 from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.recording import CannotRecord, Extent, Pointer, Recording
 from compiled_optim.backends.table_passes import MEASURE, UPDATE
@@ -72,6 +73,7 @@ def write_source(
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
         f"constexpr bool MEASURES = {str(MEASURE in passes).lower()}, UPDATES = {str(UPDATE in passes).lower()};",
         SCRATCH,
+        vectors.HELPERS,
         *(_pass_source(name, passes[name], row_lists) for name in (MEASURE, UPDATE) if name in passes),
         *(f"static void {name}({PARAMETERS});" for name in (MEASURE, UPDATE) if name not in passes),
         _driver(),
@@ -95,7 +97,7 @@ def _pass_source(name: str, recording: Recording, row_lists: Collection[int]) ->
         source, found = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {kernel}(", call.source)
         if found != 1:
             raise CannotRecord(f"its C++ source has {found} functions named kernel")
-        kernels.append(source)
+        kernels.append(vectors.improve(source))
         arguments = [
             _size(argument) if isinstance(argument, Extent) else _pointer(recording, kind, argument, row_lists)
             for kind, argument in zip(call.types, call.arguments, strict=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compiled_optim as co
-from compiled_optim.backends import ArgumentSpec, Signature, disk_cache, table_backend, table_compiler
+from compiled_optim.backends import ArgumentSpec, Signature, disk_cache, table_backend, table_compiler, table_vectors
 from compiled_optim.backends.recording import Pointer
 from compiled_optim.backends.table import Task, cut, queues
 from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
@@ -136,3 +136,35 @@ def test_a_value_stored_twice_is_stored_where_it_belongs(rule, cuts):
         if params is ours:
             assert ("combines elements of a tensor" not in str(optimizer.explain())) == cuts
     torch.testing.assert_close(ours[0], eager[0], rtol=1e-6, atol=1e-9)
+
+
+def test_parts_of_vectors_are_not_masked():
+    """Inductor's forms of these operations on bfloat16 tensors make a step several times slower."""
+    kernel = """
+        auto tmp4 = at::vec::Vectorized<at::BFloat16>::loadu(ptr + static_cast<int64_t>(x0), static_cast<int64_t>(16));
+        auto tmp36 =
+        [&]()
+        {
+            __at_align__ std::array<float, 16> tmpbuf0;
+            tmp13.store(tmpbuf0.data(), static_cast<int64_t>(16));
+            __at_align__ std::array<int32_t, 16> tmpbuf_out;
+            for (int i = 0; i < static_cast<int64_t>(16); i++)
+            {
+                tmpbuf_out[i] = c10::bit_cast<int32_t>(tmpbuf0[i]);
+            }
+            return at::vec::Vectorized<int32_t>::loadu(tmpbuf_out.data(), static_cast<int64_t>(16));
+        }
+        ()
+        ;
+        tmp77.store(out + static_cast<int64_t>(x0), static_cast<int64_t>(16));
+        tmp78.store(out + static_cast<int64_t>(x0), static_cast<int64_t>(ks0 % 16L));
+    """
+    lines = [line.strip() for line in table_vectors.improve(kernel).splitlines() if line.strip()]
+    assert lines == [
+        "auto tmp4 = load_part<at::BFloat16, 16>(ptr + static_cast<int64_t>(x0));",
+        "auto tmp36 =",
+        "cast_bits<int32_t, float>(tmp13)",
+        ";",
+        "store_part<16>(tmp77, out + static_cast<int64_t>(x0));",
+        "tmp78.store(out + static_cast<int64_t>(x0), static_cast<int64_t>(ks0 % 16L));",
+    ]

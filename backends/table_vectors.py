@@ -1,0 +1,79 @@
+"""Faster forms of three operations on vectors in Inductor's C++ code, for tensors of fewer than 32 bits.
+
+Inductor computes in vectors of as many elements as a vector has floats. So a vector of bfloat16 numbers or of bytes is
+loaded and stored in part, which Vectorized does with a mask. A load waits for a masked store that it overlaps, and the
+next part always does. Inductor casts the bits of a vector element by element, through memory. A pattern that another
+version of torch writes differently is left as it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+HELPERS = """
+#include <cstring>
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#include <immintrin.h>
+#endif
+
+// the first COUNT elements of a vector from memory; the others are undefined
+template <typename T, int COUNT>
+static inline at::vec::Vectorized<T> load_part(const T* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (COUNT * sizeof(T) == 32)
+        return _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    if constexpr (COUNT * sizeof(T) == 16)
+        return _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(CPU_CAPABILITY_AVX2)
+    if constexpr (COUNT * sizeof(T) == 16)
+        return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+    return at::vec::Vectorized<T>::loadu(from, COUNT);
+}
+
+// store the first COUNT elements of a vector
+template <int COUNT, typename T>
+static inline void store_part(const at::vec::Vectorized<T>& from, T* to) {
+    if constexpr (sizeof(T) < 4) {
+#if defined(CPU_CAPABILITY_AVX512)
+        if constexpr (COUNT * sizeof(T) == 32)
+            return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(from));
+        if constexpr (COUNT * sizeof(T) == 16)
+            return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(from));
+#elif defined(CPU_CAPABILITY_AVX2)
+        if constexpr (COUNT * sizeof(T) == 16)
+            return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(from));
+#endif
+    }
+    from.store(to, COUNT);
+}
+
+// the bits of a vector as a vector of another type
+template <typename To, typename From>
+static inline at::vec::Vectorized<To> cast_bits(const at::vec::Vectorized<From>& from) {
+    static_assert(sizeof(at::vec::Vectorized<To>) == sizeof(from));
+    at::vec::Vectorized<To> to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+"""
+
+_COUNT = r"static_cast<int64_t>\((?P<count>\d+)\)"
+_LOAD = re.compile(rf"at::vec::Vectorized<(?P<type>at::BFloat16|at::Half|uint8_t)>::loadu\((?P<from>.+?), {_COUNT}\);")
+_STORE = re.compile(rf"(?P<value>\w+)\.store\((?P<to>(?!tmpbuf).+?), {_COUNT}\);")
+_CAST = re.compile(
+    rf"\[&\]\(\)\s*\{{\s*__at_align__ std::array<(?P<from>\w+), (?P<size>\d+)> tmpbuf0;"
+    rf"\s*(?P<value>\w+)\.store\(tmpbuf0\.data\(\), {_COUNT}\);"
+    r"\s*__at_align__ std::array<(?P<to>\w+), (?P=count)> tmpbuf_out;"
+    r"\s*for \(int i = 0; i < static_cast<int64_t>\((?P=count)\); i\+\+\)"
+    r"\s*\{\s*tmpbuf_out\[i\] = c10::bit_cast<(?P=to)>\(tmpbuf0\[i\]\);\s*\}"
+    r"\s*return at::vec::Vectorized<(?P=to)>::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\((?P=count)\)\);"
+    r"\s*\}\s*\(\)"
+)
+
+
+def improve(source: str) -> str:
+    """Return the source of a kernel with the faster forms."""
+    source = _CAST.sub(r"cast_bits<\g<to>, \g<from>>(\g<value>)", source)
+    source = _LOAD.sub(r"load_part<\g<type>, \g<count>>(\g<from>);", source)
+    return _STORE.sub(r"store_part<\g<count>>(\g<value>, \g<to>);", source)
