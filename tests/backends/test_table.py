@@ -8,8 +8,9 @@ import torch
 import compiled_optim as co
 from compiled_optim.backends import ArgumentSpec, Signature, disk_cache, table_backend, table_compiler, table_vectors
 from compiled_optim.backends.recording import Pointer
-from compiled_optim.backends.table import Task, cut, queues
+from compiled_optim.backends.table import Task, cut, in_blocks, queues
 from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
+from compiled_optim.quantization import BLOCK
 
 BOTH = MEASURE_PASS | UPDATE_PASS
 
@@ -25,10 +26,10 @@ def test_tensors_are_cut_into_tasks():
     assert queued([(0,), (3, 0), (0, 3)], BOTH, 2) == [[], []]
     assert queued([(4,), (25,)], UPDATE_PASS, 1) == [
         [  # large tensors first
-            Task(1, 0, 10, 1, UPDATE_PASS),
-            Task(1, 10, 10, 2, UPDATE_PASS),
-            Task(1, 20, 5, 3, UPDATE_PASS),
-            Task(0, 0, 4, 0, UPDATE_PASS),
+            Task(1, 0, 10, 1, 1, UPDATE_PASS),
+            Task(1, 10, 10, 1, 2, UPDATE_PASS),
+            Task(1, 20, 5, 1, 3, UPDATE_PASS),
+            Task(0, 0, 4, 1, 0, UPDATE_PASS),
         ]
     ]
 
@@ -37,14 +38,26 @@ def test_rows_are_not_cut_and_sums_are_complete_before_an_update():
     """A tensor of one chunk is measured and updated at once, a larger one in two passes, the second from its end."""
     assert queued([(3, 6), (2, 5), (1, 40)], BOTH, 1) == [
         [
-            Task(2, 0, 1, 4, BOTH),
-            Task(0, 0, 1, 0, MEASURE_PASS),
-            Task(0, 1, 1, 1, MEASURE_PASS),
-            Task(0, 2, 1, 2, MEASURE_PASS),
-            Task(0, 2, 1, 2, UPDATE_PASS),
-            Task(0, 1, 1, 1, UPDATE_PASS),
-            Task(0, 0, 1, 0, UPDATE_PASS),
-            Task(1, 0, 2, 3, BOTH),
+            Task(2, 0, 1, 40, 4, BOTH),
+            Task(0, 0, 1, 6, 0, MEASURE_PASS),
+            Task(0, 1, 1, 6, 1, MEASURE_PASS),
+            Task(0, 2, 1, 6, 2, MEASURE_PASS),
+            Task(0, 2, 1, 6, 2, UPDATE_PASS),
+            Task(0, 1, 1, 6, 1, UPDATE_PASS),
+            Task(0, 0, 1, 6, 0, UPDATE_PASS),
+            Task(1, 0, 2, 5, 3, BOTH),
+        ]
+    ]
+
+
+def test_the_last_block_is_shorter():
+    """A tensor of 2 blocks and 9 elements, whose states are kept in 8 bits."""
+    shape = in_blocks((2 * BLOCK + 9,))
+    assert cut([shape], BLOCK, UPDATE_PASS) == [
+        [
+            Task(0, 0, 1, BLOCK, 0, UPDATE_PASS),
+            Task(0, 1, 1, BLOCK, 1, UPDATE_PASS),
+            Task(0, 2, 1, 9, 2, UPDATE_PASS),
         ]
     ]
 
