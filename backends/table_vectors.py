@@ -12,6 +12,7 @@ import re
 
 HELPERS = """
 #include <cstring>
+#include <type_traits>
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 #include <immintrin.h>
 #endif
@@ -32,9 +33,9 @@ static inline at::vec::Vectorized<T> load_part(const T* from) {
 }
 
 // store the first COUNT elements of a vector
-template <int COUNT, typename T>
-static inline void store_part(const at::vec::Vectorized<T>& from, T* to) {
-    if constexpr (sizeof(T) < 4) {
+template <int COUNT, typename Vector, typename T>
+static inline void store_part(const Vector& from, T* to) {
+    if constexpr (std::is_same_v<Vector, at::vec::Vectorized<T>> && sizeof(T) < 4) {
 #if defined(CPU_CAPABILITY_AVX512)
         if constexpr (COUNT * sizeof(T) == 32)
             return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(from));

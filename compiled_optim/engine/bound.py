@@ -166,9 +166,11 @@ class TensorBucket(BoundBucket):
         self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         bucket = self.bucket
-        options = bucket.rows, bucket.program, bucket.kept_dtypes, self._rule.nonnegative
+        rows, program, nonnegative = bucket.rows, bucket.program, self._rule.nonnegative
         kept = [
-            states.materialize_states(own, entry.param, entry.local, first, *options)
+            states.materialize_states(
+                own, entry.param, entry.local, first, rows, program, bucket.kept_dtypes(entry), nonnegative
+            )
             for own, entry, first in zip(values, bucket.entries, initial, strict=True)
         ]
         lists = [[self._updated(entry) for entry in bucket.entries], *map(list, zip(*kept, strict=True))]

@@ -73,11 +73,10 @@ class Bucket:
         """The device of its parameters."""
         return self.entries[0].local.device
 
-    @property
-    def kept_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the states and companions, complex for complex parameters."""
+    def kept_dtypes(self, entry: Entry) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the states and companions of an entry. A bucket may have real and complex ones."""
         kept = self.dtypes[2:]
-        return tuple(dtype.to_complex() for dtype in kept) if self.entries[0].param.is_complex() else kept
+        return tuple(dtype.to_complex() for dtype in kept) if entry.param.is_complex() else kept
 
     @cached_property
     def group_numbers(self) -> list[int]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -59,13 +60,14 @@ def read(
     params = all_params(groups)
     keys = [(key, states) for group, states in zip(loaded, kept, strict=True) for key in group["params"]]
     owners = {key: (param, name, states) for (key, states), param, name in zip(keys, params, names, strict=True)}
+    stored = {id(param) for group in groups if any(map(group.get, STORAGE_KEYS)) for param in group["params"]}
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in saved["state"].items():
         if key in owners:
             param, name, states = owners[key]
             values = {} if values is None else values
             _check_states(rule, name, param, values, states)
-            state[param] = _convert(param, values, states, rule.number_names)
+            state[param] = _convert(param, values, states, rule.number_names, exactly=id(param) in stored)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"the checkpoint has a state for {key!r}, but none of its groups has such a parameter")
         else:
@@ -172,17 +174,25 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             raise ValueError(f"{number!r} of {name} is {values[number]!r}, not a number; {REMEDY}")
 
 
-def _convert(param: Tensor, value: Any, states: Sequence[str], numbers: Sequence[str], key: object = None) -> Any:
+def _convert(
+    param: Tensor,
+    value: Any,
+    states: Sequence[str],
+    numbers: Sequence[str],
+    key: object = None,
+    exactly: bool = False,
+) -> Any:
     """Return a state on the device of its parameter; ``numbers`` are the names of those that stay on the host.
 
     Its dtype is that of the parameter or, if it was saved in a wider one, that in which the step computes. Integers are
-    converted if they are one of the rule's ``states``; a user's own stay integers.
+    converted if they are one of the rule's ``states``; a user's own stay integers. With ``exactly``, no bit of a float
+    is lost: the next step converts it to the dtype in which the optimizer keeps it.
     """
     if isinstance(value, dict):
         kept = {name for state in states if is_quantized(value, state) for name in (state, state + SCALE)}
         kept |= {*COMPANIONS} & value.keys()
         return {
-            key: item.to(param.device) if key in kept else _convert(param, item, states, numbers, key)
+            key: item.to(param.device) if key in kept else _convert(param, item, states, numbers, key, exactly)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -193,7 +203,7 @@ def _convert(param: Tensor, value: Any, states: Sequence[str], numbers: Sequence
     if value.is_complex() and param.is_complex():
         dtype = param.dtype
     elif param.is_floating_point() and (value.is_floating_point() or (key in states and not value.is_complex())):
-        # more bits, or other 16 bits
-        wider = value.dtype != param.dtype and value.is_floating_point() and value.itemsize >= param.itemsize
+        needs_more = value.is_floating_point() and torch.promote_types(value.dtype, param.dtype) != param.dtype
+        wider = needs_more if exactly else value.is_floating_point() and value.itemsize > param.itemsize
         dtype = compute_dtype(param.dtype) if wider else param.dtype
     return value.to(param.device, dtype)
