@@ -67,7 +67,7 @@ def scaling_charts(rows: Sequence[ThreadRow]) -> list[Element]:
 def _lines(lines: dict[str, list[ThreadRow]]) -> Element:
     left, right, top, bottom = 44, WIDTH - 96, 12, 170
     counts = sorted({row.threads for line in lines.values() for row in line})
-    most = max(row.time.high for line in lines.values() for row in line) * 1.05
+    most = max(row.time.median for line in lines.values() for row in line) * 1.05
 
     def x(threads: int) -> float:
         return left + (right - left) * counts.index(threads) / max(len(counts) - 1, 1)
@@ -85,7 +85,6 @@ def _lines(lines: dict[str, list[ThreadRow]]) -> Element:
         )
     for count in counts:
         drawn.append(element("text", str(count), x=x(count), y=bottom + 16, class_="tick", text_anchor="middle"))
-    ends: list[float] = []
     for name, line in lines.items():
         kind = "ours" if name == OURS else "baseline"
         path = " ".join(f"{x(row.threads):.1f},{y(row.time.median):.1f}" for row in line)
@@ -98,11 +97,12 @@ def _lines(lines: dict[str, list[ThreadRow]]) -> Element:
                     cx=x(row.threads), cy=y(row.time.median), r=3.5, class_=kind,
                 )
             )  # fmt: skip
-        end = y(line[-1].time.median) + 4
-        while any(abs(end - other) < 14 for other in ends):  # labels of lines that end close to each other
-            end += 14
-        ends.append(end)
-        drawn.append(element("text", name, x=x(line[-1].threads) + 8, y=end, class_=f"name {kind}"))
+    lowest = bottom + 4.0
+    for name in sorted(lines, key=lambda name: lines[name][-1].time.median):
+        lowest = min(y(lines[name][-1].time.median) + 4, lowest)
+        kind = "ours" if name == OURS else "baseline"
+        drawn.append(element("text", name, x=right + 8, y=lowest, class_=f"name {kind}"))
+        lowest -= 14  # the next label is above this one, also where the lines end close to each other
     return _svg(bottom + 24, drawn, "a line for each contender")
 
 
@@ -114,7 +114,7 @@ def compile_chart(report: Report) -> Element | None:
         for first in report.first_steps
     ]  # fmt: skip
     bars += [
-        Bar(f"{new.contender}, {new.workload}, compiled code on disk, after import torch",
+        Bar(f"{new.contender}, {new.workload}, warm, without import torch",
             _seconds(new.until_stepped.median),
             [("ours" if new.contender == OURS else "baseline", new.until_stepped.median, "")])
         for new in report.new_processes
@@ -138,6 +138,9 @@ KINDS = {
 }
 """What buffers are, by name. Others belong to the scales of quantised states."""
 
+VISIBLE = 0.005
+"""The fewest bytes that are drawn."""
+
 SEGMENTS = (*dict.fromkeys(KINDS.values()), "scales", "peak of a step")
 
 
@@ -151,11 +154,11 @@ def memory_chart(rows: Sequence[MemoryRow]) -> Element | None:
         for name, size in row.buffers.items():
             sizes[KINDS.get(name, "scales")] += size
         sizes["peak of a step"] = row.step
-        used |= {kind for kind, size in sizes.items() if size}
+        used |= {kind for kind, size in sizes.items() if size >= VISIBLE}
         parts = [
             (f"segment-{place}", sizes[kind], f"{kind}: {sizes[kind]:.2f} bytes for each parameter")
             for place, kind in enumerate(SEGMENTS)
-            if sizes[kind]
+            if sizes[kind] >= VISIBLE
         ]
         bars.append(Bar(f"{row.contender}, {row.dtype} weights", f"{row.total:.2f}", parts))
     if not bars:
@@ -183,8 +186,8 @@ def _bars(bars: Sequence[Bar], limit: float | None, above: bool = False) -> Elem
         y = top + place * height
         middle = y + height - ROW + ROW / 2
         label_y = y + 13 if above else middle + 4
-        anchor = {} if above else {"text_anchor": "end"}
-        drawn.append(element("text", bar.label, x=left - (0 if above else 6), y=label_y, class_="label", **anchor))
+        style, anchor = ("above", {}) if above else ("label", {"text_anchor": "end"})
+        drawn.append(element("text", bar.label, x=left - (0 if above else 6), y=label_y, class_=style, **anchor))
         x = left
         for kind, size, about in bar.parts:
             told = [element("title", about)] if about else []

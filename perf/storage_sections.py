@@ -60,10 +60,10 @@ def memory_section(report: Report) -> Section:
             _size(row.buffers.get("weights", 0.0)),
             _size(row.buffers.get("gradients", 0.0)),
             _size(row.states),
-            ", ".join(f"{name} {_size(size)}" for name, size in states(row).items()),
             _size(row.step),
             _size(row.total),
             f"{row.total * row.parameters / 1e6:.0f}",
+            ", ".join(f"{name} {_size(size)}" for name, size in states(row).items()),
         ]
         for row in report.memory
         if row.status == "ok"
@@ -75,10 +75,10 @@ def memory_section(report: Report) -> Section:
         "weights",
         "gradients",
         "states",
-        "each state",
         "a step adds",
         "peak",
         "peak MB",
+        "each state",
     )
     lines = [f"{row.status}: {row.contender} ({row.reason})" for row in report.memory if row.status != "ok"]
     return Section("Memory of AdamW: bytes for each parameter", headers, rows, lines, topic="memory")
