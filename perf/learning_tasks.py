@@ -142,7 +142,7 @@ class Letters(Task):
     """Recognise letters."""
 
     title, unit = "convolutional network on distorted letters", "nats an image"
-    lr, steps, size = 1e-3, 500, 64
+    lr, steps, size = 1e-3, 1000, 64
 
     def model(self) -> nn.Module:
         """Return a network of three convolutions with normalisation."""

@@ -25,7 +25,7 @@ from perf.storages import OPTIMIZER
 from perf.workloads import WORKLOADS, elements
 
 WARM_STEPS = 3
-TOO_SMALL = 1e-3
+TOO_SMALL = 5e-3
 """A state with fewer bytes for each parameter, such as the number of steps, is left out."""
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -78,4 +78,6 @@ def test_an_interrupted_run_keeps_what_it_has(small, monkeypatch, tmp_path, caps
     assert [row["optimizer"] for row in content["rows"]] == ["AdamW", "AdamW", "SGD", "SGD"]
     assert [row["rounds"] for row in content["rows"][:2]] == [3, 3]
     assert sorted(row["rounds"] for row in content["rows"][2:]) == [2, 3]
-    assert "not started: small Adam float32, thread scaling of small, first steps" in content["notes"]
+    assert (
+        "not started: small Adam float32, thread scaling of small, memory of resnet50, first steps" in content["notes"]
+    )
