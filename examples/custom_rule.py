@@ -22,6 +22,8 @@ import compiled_optim as co
 class AdaBelief(co.Optimizer):
     """AdaBelief with decoupled weight decay."""
 
+    nonnegative = frozenset({"exp_avg_var"})  # in 8 bits this state needs no sign
+
     def __init__(
         self,
         params: Any,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def train(text: Tensor, steps: int, **options: object) -> tuple[list[float], co.
 def averages(losses: list[float], parts: int = 10) -> list[float]:
     """Return the mean loss of each of ``parts`` parts of the run."""
     cuts = [len(losses) * part // parts for part in range(parts + 1)]
-    return [sum(losses[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [sum(losses[a:b]) / (b - a) for a, b in pairwise(cuts)]
 
 
 def main() -> None:

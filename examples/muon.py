@@ -1,7 +1,7 @@
 """Muon with routing: hidden matrices are stepped by Muon, everything else by AdamW, in one optimizer.
 
-``co.Muon(model)`` decides by the module that a parameter belongs to: embeddings, heads, vectors and scalars go to AdamW.
-``explain()`` shows which parameter went where.
+``co.Muon(model)`` decides by the module that a parameter belongs to: embeddings, heads, vectors and scalars go to
+AdamW. ``explain()`` shows which parameter went where.
 
 Run it with ``python examples/muon.py``.
 """

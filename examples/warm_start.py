@@ -1,7 +1,7 @@
 """The first step of a container with warm caches: it compiles nothing and needs no compiler.
 
-``examples/Containerfile`` fills the directory ``TORCHINDUCTOR_CACHE_DIR`` while the image is built, and runs this script
-in the image. It prints where each unit came from, and fails if one was compiled.
+``examples/Containerfile`` fills the directory ``TORCHINDUCTOR_CACHE_DIR`` while the image is built, and runs this
+script in the image. It prints where each unit came from, and fails if one was compiled.
 
 Without containers: set ``TORCHINDUCTOR_CACHE_DIR`` to a directory of your own, run
 ``python -m compiled_optim warmup --optimizer adamw``, then ``python examples/warm_start.py``.

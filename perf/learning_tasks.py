@@ -26,6 +26,7 @@ class Task(ABC):
 
     title: str
     unit: str
+    classes: int
     lr: float
     steps: int
 
@@ -84,9 +85,9 @@ class GPT(nn.Module):
 
     def __init__(self, length: int, width: int = 96, depth: int = 3, heads: int = 4) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.tokens, self.places = nn.Embedding(Text.classes, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, Text.classes, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.06)
@@ -102,6 +103,7 @@ class Text(Task):
     """Predict the next byte of Python sources."""
 
     title, unit = "GPT on the sources of the standard library", "nats a byte"
+    classes = 256
     lr, steps, size, length = 1e-3, 700, 16, 64
 
     def model(self) -> nn.Module:
@@ -142,6 +144,7 @@ class Letters(Task):
     """Recognise letters."""
 
     title, unit = "convolutional network on distorted letters", "nats an image"
+    classes = len(string.ascii_lowercase)
     lr, steps, size = 1e-3, 1000, 64
 
     def model(self) -> nn.Module:
@@ -149,19 +152,19 @@ class Letters(Task):
         layers: list[nn.Module] = []
         for inner, outer in ((1, 24), (24, 48), (48, 64)):
             layers += [nn.Conv2d(inner, outer, 3, 2, 1, bias=False), nn.GroupNorm(8, outer), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 9, len(string.ascii_lowercase)))
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 9, self.classes))
 
     def batch(self, generator: torch.Generator, held_out: bool = False) -> tuple[Tensor, Tensor]:
         """Return letters that are moved, scaled, turned and noisy."""
         pictures, classes = letters()
         chosen = torch.randint(len(pictures), (self.size,), generator=generator)
         turn, scale, x, y = torch.rand(4, self.size, generator=generator) * 2 - 1
-        turn, scale = 0.4 * turn, torch.exp(0.3 * scale)
-        rows = [torch.stack([scale * turn.cos(), -scale * turn.sin(), 0.3 * x], 1)]
-        rows += [torch.stack([scale * turn.sin(), scale * turn.cos(), 0.3 * y], 1)]
+        turn, scale = 0.3 * turn, torch.exp(0.2 * scale)
+        rows = [torch.stack([scale * turn.cos(), -scale * turn.sin(), 0.2 * x], 1)]
+        rows += [torch.stack([scale * turn.sin(), scale * turn.cos(), 0.2 * y], 1)]
         grid = functional.affine_grid(torch.stack(rows, 1), [self.size, 1, SIDE, SIDE], align_corners=False)
         images = functional.grid_sample(pictures[chosen], grid, align_corners=False)
-        return images + 0.5 * torch.randn(images.shape, generator=generator), classes[chosen]
+        return images + 0.3 * torch.randn(images.shape, generator=generator), classes[chosen]
 
 
 TASKS: dict[str, Task] = {"text": Text(), "letters": Letters()}
