@@ -202,10 +202,10 @@ def _bars(bars: Sequence[Bar], limit: float | None, above: bool = False) -> Elem
     if limit is not None:
         x = left + limit * scale
         drawn.append(element("line", x1=x, x2=x, y1=12, y2=bottom, class_="limit"))
-        told = f"memory limit {brief(limit * 1e3)}"
-        anchor_right = x + len(told) * CHARACTER / 2 > WIDTH
+        caption = f"memory limit {brief(limit * 1e3)}"
+        anchor_right = x + len(caption) * CHARACTER / 2 > WIDTH
         drawn.append(
-            element("text", told, x=WIDTH if anchor_right else x, y=9, class_="tick",
+            element("text", caption, x=WIDTH if anchor_right else x, y=9, class_="tick",
                     text_anchor="end" if anchor_right else "middle")
         )  # fmt: skip
     described = ", ".join(f"{bar.label} {bar.value}" for bar in bars)
