@@ -50,6 +50,12 @@ def parser() -> Parser:
     several("--dtype", list(DTYPES), "the dtype of parameters and gradients")
     several("--contender", list(CONTENDERS), "the implementation to measure")
     made.add_argument(
+        "--storages",
+        action="store_true",
+        help="race only torch fused, ours, and ours with each storage of states and bfloat16 parameters, for AdamW; "
+        "default workloads: resnet50, gpt2_small",
+    )
+    made.add_argument(
         "--device",
         default="cpu",
         help="cpu (default), cuda, cuda:1, npu, ...; devices other than cpu are timed with events",
@@ -105,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 given.workload, given.optimizer, given.dtype, given.contender, given.device, given.rounds,
                 scaling=[] if given.no_thread_scaling else given.thread_scaling,
                 races=not given.no_races,
+                storages=given.storages,
                 compile_cost=not given.no_compile_cost,
                 memory=[] if given.no_memory else given.memory,
             )  # fmt: skip

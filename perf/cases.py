@@ -29,13 +29,16 @@ class Case:
 
 SLOWEST = ("ours eager", "torch loop")
 
+STORED = ["resnet50", "gpt2_small"]
+"""The workloads whose storages are raced by default."""
+
 DEFAULT = [
     *(Case(name, "AdamW") for name in ("tiny_mlp", "thousand_tensors")),
-    *(Case(name, "AdamW", storages=True) for name in ("resnet50", "gpt2_small")),
+    *(Case(name, "AdamW", storages=True) for name in STORED),
     *(Case(name, "AdamW", without=SLOWEST) for name in ("random_half", "many_groups")),
     *(Case(name, "SGD", without=SLOWEST) for name in ("tiny_mlp", "thousand_tensors")),
     *(Case(name, "AdamW+clip", without=SLOWEST) for name in ("resnet50", "gpt2_small")),
-    *(Case(name, "AdamW", "bfloat16", SLOWEST, storages=True) for name in ("resnet50", "gpt2_small")),
+    *(Case(name, "AdamW", "bfloat16", SLOWEST, storages=True) for name in STORED),
     *(Case("resnet50", name, without=SLOWEST) for name in ("SGD", "AdamP", "Lamb", "BertAdam", "Adadelta", "RMSprop")),
     Case("gpt2_small", "Lamb", without=SLOWEST),
 ]

@@ -39,6 +39,7 @@ def write(
         marked.write_text(markdown(report))
     if html is not None:
         html.write_text(page(report), encoding="utf-8")
+        print(f"\nThe same with plots, for a browser: {html}")
     if plot is not None:
         from perf.plot import draw
 

@@ -19,14 +19,15 @@ from tqdm import tqdm
 
 from perf import compile_cost, host_costs, storage_memory
 from perf.busy import Others
-from perf.cases import DTYPES, SCALED, Case, choose
+from perf.cases import DTYPES, SCALED, STORED, Case, choose
 from perf.children import ChildError
-from perf.contenders import CONTENDERS
+from perf.contenders import BASELINES, CONTENDERS, OURS
 from perf.memory import Memory
 from perf.optimizers import RULES
 from perf.race import Length, Progress, Race
 from perf.report import BadInput, Report
 from perf.scaling import Scaling
+from perf.storages import OPTIMIZER, OWN
 from perf.workloads import WORKLOADS
 
 
@@ -76,6 +77,7 @@ class Request:
         rounds: int | None,
         scaling: Sequence[str] | None,
         races: bool,
+        storages: bool,
         compile_cost: bool,
         memory: Sequence[str] | None,
     ) -> Request:
@@ -86,6 +88,11 @@ class Request:
         workloads = known("workload", workloads, list(WORKLOADS))
         optimizers = known("optimizer", optimizers, list(RULES))
         dtypes = known("dtype", dtypes, list(DTYPES))
+        if storages:
+            if {*optimizers} - {OPTIMIZER}:
+                raise BadInput(f"--storages compares {OPTIMIZER} only")
+            workloads, dtypes = workloads or STORED, dtypes or list(DTYPES)
+            contenders = contenders or [BASELINES[0], OURS, *OWN]
         everybody = "all" in contenders
         contenders = known("contender", contenders, list(CONTENDERS))
         for name in contenders:

@@ -24,6 +24,7 @@ BAD = {
     "no device": (["--device", "toaster"], "no device 'toaster' here"),
     "scaling": (["--thread-scaling", "policy"], "argument --thread-scaling: not allowed with argument --no-thread-sc"),
     "deepspeed": (["--contender", "deepspeed"], "contender 'deepspeed' is not installed: pip install .[peers]"),
+    "storages": (["--storages", "--optimizer", "SGD"], "--storages compares AdamW only"),
     "rounds": (["--rounds", "0"], "--rounds 0: at least 1"),
     "words": (["--rounds", "many"], "argument --rounds: invalid int value: 'many'"),
     "flag": (["--fast"], "unrecognized arguments: --fast"),

@@ -13,6 +13,7 @@ from perf.contenders import CONTENDERS, not_entered
 from perf.memory import Memory
 from perf.optimizers import RULES
 from perf.race import Length, Race, moved_bytes
+from perf.run import Request
 from perf.step_memory import buffers, memory_of, resident_growth
 from perf.storages import OWN
 from perf.workloads import WORKLOADS, Workload
@@ -60,6 +61,16 @@ def test_storages_take_part_where_a_case_compares_them(small):
     }
     assert not_entered("ours, kahan", RULES["AdamW"], "cpu", 4, True)[1] == "is for bfloat16 parameters"
     assert not_entered("ours, kahan", RULES["SGD"], "cpu", 4, True, "bfloat16")[1] == "has no SGD"
+
+
+def test_one_option_asks_for_all_storages():
+    def request(workloads=(), dtypes=()):
+        options = dict(scaling=[], races=True, storages=True, compile_cost=False, memory=[])
+        return Request.of(workloads, [], dtypes, [], "cpu", None, **options)
+
+    assert request().contenders == ["torch fused", "ours", *OWN]
+    assert {str(case) for case in request().cases} == {str(case) for case in DEFAULT if case.storages}
+    assert [str(case) for case in request(["tiny_mlp"], ["bfloat16"]).cases] == ["tiny_mlp AdamW bfloat16"]
 
 
 def test_bytes_are_those_of_the_tensors(large):
