@@ -84,4 +84,5 @@ def test_the_table_has_means_spreads_and_differences():
     runs = {way: [Run([1], [loss]) for loss in each] for way, each in losses.items()}
     lines = table({"text": runs}).splitlines()
     (nearest,) = (line for line in lines if "nearest" in line)
-    assert nearest.split()[-3:] == [f"{statistics.fmean(losses['bf16, nearest']):.4f}", "0.2000", "+0.4000"]
+    assert nearest.split()[-4:] == [f"{statistics.fmean(losses['bf16, nearest']):.4f}", "0.2000", "+0.4000", "no"]
+    assert sum(line.endswith("yes") for line in lines) == len(WAYS) - 2
