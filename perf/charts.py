@@ -42,7 +42,7 @@ def race_chart(report: Report, race: Sequence[Row]) -> Element | None:
     first = race[0]
     dtype = "" if first.dtype == "float32" else f", {first.dtype}"
     title = WORKLOADS[first.workload].title if first.workload in WORKLOADS else first.workload
-    return _figure(f"{title}: {first.optimizer}{dtype}, ms", _bars(bars, report.limit(first))) if bars else None
+    return _figure(f"{title}: {first.optimizer}{dtype}, ms", _bars(bars, report.usual_limit(race))) if bars else None
 
 
 def _kind(row: Row) -> str:

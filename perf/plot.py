@@ -49,7 +49,7 @@ def draw(report: Report, path: Path) -> None:
         _panel(axes, panel, report)
     used = [name for name in COLORS if any(row.contender == name for race in races for row in race)]
     handles: list[Patch | Line2D] = [Patch(color=COLORS[name], label=name) for name in used]
-    if any(report.limit(race[0]) for race in races):
+    if any(report.usual_limit(race) for race in races):
         handles.append(Line2D([], [], color=INK, linewidth=2.2, label="memory limit"))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), 9), frameon=False, columnspacing=1.4
@@ -122,7 +122,7 @@ def _bar(axes: Axes, x: float, width: float, row: Row, top: float) -> None:
 
 def _limit(race: Sequence[Row], report: Report) -> float | None:
     """Return the speed of a step at the memory limit, relative to the baseline."""
-    limit = report.limit(race[0])
+    limit = report.usual_limit(race)
     baseline = next((row.time for row in race if row.contender == row.baseline), None)
     return baseline.median / limit if limit is not None and baseline is not None else None
 

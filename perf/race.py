@@ -165,7 +165,7 @@ class Race:
                 self.give_gradients(lane, step)
                 lane.warm_seconds = min(lane.warm_seconds, self.clock.time(lane.entrant.step))
         if CONTENDERS[row.contender].stored is not None and isinstance(lane.entrant.optimizer, co.Optimizer):
-            row.bytes_per_parameter = moved_bytes(lane.entrant.optimizer)
+            row.stored_bytes = moved_bytes(lane.entrant.optimizer)
         self.lanes[row.contender] = lane
 
     def _wrong(self, row: Row, params: list[Tensor], step: int, expected: Tensor) -> str:

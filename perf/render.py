@@ -71,7 +71,7 @@ def _share(report: Report, row: Row) -> str:
 
 def _race(report: Report, race: Sequence[Row]) -> Section:
     first = race[0]
-    limit = report.limit(first)
+    limit = report.usual_limit(race)
     title = (
         f"{first.workload}, {first.optimizer}, {first.dtype}: {first.tensors:,} tensors, "
         f"{first.parameters:,} parameters, {first.bytes_per_parameter} B to move for each"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class Row:
     divided by that of ``baseline``, over the rounds that both ran in. ``deviation`` is the difference of the first
     steps from the float64 reference, relative to the length of the steps. ``about`` describes groups and gradients;
     ``present`` is the share of the tensors that have gradients in a step. ``to_plain`` is given for a contender that
-    differs from ours in its storage: the time divided by that of ours without this storage.
+    differs from ours in its storage: the time divided by that of ours without this storage. ``stored_bytes`` are the
+    bytes that a step moves with a storage of its own, in place of ``bytes_per_parameter``.
     """
 
     workload: str
@@ -74,11 +75,17 @@ class Row:
     about: str = ""
     present: float = 1.0
     to_plain: Spread | None = None
+    stored_bytes: int | None = None
 
     @property
     def stepped(self) -> float:
         """The number of parameters that a step changes."""
         return self.parameters * self.present
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that a step has to move for each parameter."""
+        return self.bytes_per_parameter if self.stored_bytes is None else self.stored_bytes
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -201,7 +208,11 @@ class Report:
         """Return the least seconds of a step at the measured bandwidth, or None if ``row.in_cache``."""
         if row.in_cache or not self.bytes_per_second:
             return None
-        return row.bytes_per_parameter * row.stepped / self.bytes_per_second
+        return row.moved_bytes * row.stepped / self.bytes_per_second
+
+    def usual_limit(self, race: Sequence[Row]) -> float | None:
+        """Return the limit of a race for contenders without a storage of their own."""
+        return self.limit(next((row for row in race if row.stored_bytes is None), race[0]))
 
     def races(self) -> list[list[Row]]:
         """Return the rows grouped by race, in the order of the run."""

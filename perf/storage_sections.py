@@ -26,7 +26,7 @@ def storage_section(report: Report) -> Section:
                 row.time.milliseconds(),
                 row.ratio.plain() if row.ratio is not None else "",
                 row.to_plain.plain() if row.to_plain is not None else "",
-                str(row.bytes_per_parameter) if _bytes_are_known(row.contender) else "",
+                str(row.moved_bytes) if _bytes_are_known(row.contender) else "",
                 f"{limit / row.time.median:.0%}" if limit is not None and _bytes_are_known(row.contender) else "",
                 str(row.rounds),
             ])  # fmt: skip

@@ -36,7 +36,7 @@ def test_storages_are_checked_and_timed(large, dtype):
         assert rows[name].to_plain.median > 0
         assert rows[name].to_plain != rows[name].ratio
     assert rows["ours"].to_plain is None
-    moved = {name: row.bytes_per_parameter for name, row in rows.items()}
+    moved = {name: row.moved_bytes for name, row in rows.items()}
     if dtype == "float32":
         assert moved == {"ours": 28, "torch fused": 28, "ours, bf16 states": 20, "ours, 8-bit states": 16}
     else:
