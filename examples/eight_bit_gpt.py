@@ -49,13 +49,13 @@ def train(text: Tensor, steps: int, **options: object) -> tuple[list[float], co.
     """Train a new GPT, always from the same weights and on the same batches."""
     torch.manual_seed(0)
     model = GPT()
-    optimizer = co.AdamW(model, lr=2e-3, **options)  # type: ignore[arg-type]
+    optimizer = co.AdamW(model, lr=2e-3, **options)
     losses = []
     for _ in range(steps):
         starts = torch.randint(len(text) - LENGTH, (BATCH, 1))
         piece = text[starts + torch.arange(LENGTH + 1)].long()
         loss = nn.functional.cross_entropy(model(piece[:, :-1]).flatten(0, 1), piece[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -33,7 +33,7 @@ def train(model: nn.Module, optimizer: NpuFusedAdamW, steps: int) -> float:
         x = torch.randn(64, 8)
         optimizer.zero_grad()
         loss = (model(x.to(device)) - x.sum(1, keepdim=True).to(device)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.clip_grad_norm_fused_(1.0)
         optimizer.step()
     return loss.item()
