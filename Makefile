@@ -3,7 +3,8 @@
 #              run the tests with other versions of torch and Python, each in an environment of its own (see below)
 # make test-frameworks
 #              run the tests inside transformers, accelerate and lightning, in an environment of their own
-# make report  set up .venv and measure the optimizers on this machine; PERF_ARGS="..." passes arguments to perf
+# make report  set up .venv, measure the optimizers on this machine, print tables and write report.html;
+#              PERF_ARGS="..." passes arguments to perf
 # make lint    ruff, mypy and import-linter
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
 
@@ -42,7 +43,7 @@ test-frameworks: $(FRAMEWORKS)/.ready
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 report: $(READY)
-	$(BIN)/python -m perf $(PERF_ARGS)
+	$(BIN)/python -m perf --html report.html $(PERF_ARGS)
 
 # mypy and import-linter read an installed copy: only there is backends/ a part of the package
 lint: $(READY)

@@ -31,7 +31,7 @@ def parser() -> Parser:
         prog="python -m perf",
         description="Measure the step time of the optimizers on this machine. Compare it with torch.optim, with other "
         "packages and with the limit set by memory bandwidth. Measure how the step time changes with the number of "
-        "threads, and the cost of construction, compilation and the first step. Without "
+        "threads, the memory of each storage, and the cost of construction, compilation and the first step. Without "
         "--workload, --optimizer and --dtype, run a default list, which takes a few minutes. With any of these "
         "options, run every combination of the given values.",
     )
@@ -50,6 +50,12 @@ def parser() -> Parser:
     several("--dtype", list(DTYPES), "the dtype of parameters and gradients")
     several("--contender", list(CONTENDERS), "the implementation to measure")
     made.add_argument(
+        "--storages",
+        action="store_true",
+        help="race only torch fused, ours, and ours with each storage of states and bfloat16 parameters, for AdamW; "
+        "default workloads: resnet50, gpt2_small",
+    )
+    made.add_argument(
         "--device",
         default="cpu",
         help="cpu (default), cuda, cuda:1, npu, ...; devices other than cpu are timed with events",
@@ -63,12 +69,23 @@ def parser() -> Parser:
         help="the workload to measure with 1, 2, 4, ... threads; may be repeated; default: resnet50",
     )
     scaling.add_argument("--no-thread-scaling", action="store_true", help="do not measure with 1, 2, 4, ... threads")
-    made.add_argument("--no-races", action="store_true", help="measure thread scaling and compile cost only")
+    memory = made.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--memory",
+        action="append",
+        metavar="NAME",
+        help="the workload whose memory is measured with each storage of AdamW; may be repeated; default: resnet50",
+    )
+    memory.add_argument("--no-memory", action="store_true", help="do not measure memory")
+    made.add_argument("--no-races", action="store_true", help="measure everything but step times")
     made.add_argument("--no-compile-cost", action="store_true", help="do not measure construction and the first step")
     made.add_argument("--load", type=Path, metavar="FILE", help="print a report saved by --json; measure nothing")
     made.add_argument("--compare", type=Path, metavar="FILE", help="print the changes since a report saved by --json")
     made.add_argument("--json", type=Path, metavar="FILE", help="save the report as JSON")
     made.add_argument("--markdown", type=Path, metavar="FILE", help="save the report as Markdown")
+    made.add_argument(
+        "--html", type=Path, metavar="FILE", help="save the report as one HTML page with tables and plots"
+    )
     made.add_argument("--plot", type=Path, metavar="FILE", help="plot the step times; FILE ends in .png, .svg or .pdf")
     return made
 
@@ -86,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = made.parse_args(arguments)
     try:
         old = Report.load(given.compare) if given.compare else None
-        check_writable(given.json, given.markdown, given.plot)
+        check_writable(given.json, given.markdown, given.html, given.plot)
         if given.load:
             report = Report.load(given.load)
         else:
@@ -94,11 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 given.workload, given.optimizer, given.dtype, given.contender, given.device, given.rounds,
                 scaling=[] if given.no_thread_scaling else given.thread_scaling,
                 races=not given.no_races,
+                storages=given.storages,
                 compile_cost=not given.no_compile_cost,
+                memory=[] if given.no_memory else given.memory,
             )  # fmt: skip
             words = sys.argv[1:] if arguments is None else arguments
             report = run(request, command=shlex.join(["python", "-m", "perf", *words]))
-        write(report, old, given.json, given.markdown, given.plot)
+        write(report, old, given.json, given.markdown, given.html, given.plot)
     except BadInput as error:
         made.error(str(error))
     return 130 if report.interrupted and not given.load else 0

@@ -49,10 +49,10 @@ def untouched(before: Sequence[Tensor], after: Sequence[Tensor], present: Sequen
     return all(had or torch.equal(old, new) for old, new, had in zip(before, after, present, strict=True))
 
 
-def judge(start: Tensor, end: Tensor, expected: Tensor) -> tuple[float, str]:
+def judge(start: Tensor, end: Tensor, expected: Tensor, tolerance: float | None = None) -> tuple[float, str]:
     """Return the deviation relative to the length of the steps, and an error message or an empty string."""
     deviation = float((end - expected).norm() / (expected - start).norm())
-    if deviation <= TOLERANCE[end.dtype]:
+    if deviation <= (TOLERANCE[end.dtype] if tolerance is None else tolerance):
         return deviation, ""
     if torch.equal(start, end):
         return deviation, "did not step: the parameters are what they were"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from perf.children import Progress, child
 from perf.contenders import OURS
 from perf.race import spread
 from perf.report import FirstStep, NewProcess
@@ -34,12 +32,6 @@ AFTER_IMPORT = {OURS: ("compiled_optim", {}), "torch fused": ("torch.optim", {"f
 
 AFTER_IMPORT_CACHE, AFTER_IMPORT_WORKLOAD, AFTER_IMPORT_ROUNDS = "second", "tiny_mlp", 3
 
-Progress = Callable[[str, float], None]
-
-
-class ChildError(Exception):
-    """A child process failed. The message is one line for the report."""
-
 
 def first_steps(device: str, root: Path, progress: Progress) -> Iterator[FirstStep]:
     """Run the processes one after the other, with cache directories in ``root``, and yield their first steps."""
@@ -47,7 +39,7 @@ def first_steps(device: str, root: Path, progress: Progress) -> Iterator[FirstSt
         what = f"first step of {contender} on {plan[0][0]}"
         progress(f"{what}, {plan[0][1]}", done / len(PROCESSES))
         words = ["perf.first_step", contender, device, *(name for name, _ in plan)]
-        for (workload, situation), counts in zip(plan, child(what, words, root / cache), strict=True):
+        for (workload, situation), counts in zip(plan, child(what, words, _cached_in(root / cache)), strict=True):
             yield FirstStep(contender, workload, situation, **counts)
 
 
@@ -63,7 +55,7 @@ def new_processes(device: str, root: Path, progress: Progress) -> Iterator[NewPr
             what = f"first step of {contender} after import torch"
             progress(what, done / (1 + AFTER_IMPORT_ROUNDS))
             words = ["perf.new_process", module, json.dumps(options), AFTER_IMPORT_WORKLOAD, device]
-            found[contender] += child(what, words, root / AFTER_IMPORT_CACHE)
+            found[contender] += child(what, words, _cached_in(root / AFTER_IMPORT_CACHE))
     for contender, (_, *counted) in found.items():
         importing = spread([process["import_torch"] for process in counted])
         stepping = spread([process["until_stepped"] for process in counted])
@@ -71,16 +63,5 @@ def new_processes(device: str, root: Path, progress: Progress) -> Iterator[NewPr
         yield NewProcess(contender, AFTER_IMPORT_WORKLOAD, len(counted), importing, stepping, imported)
 
 
-def child(what: str, words: list[str], cache: Path) -> list[dict[str, Any]]:
-    """Run a module in a new process with this cache directory, and return the lines of JSON that it prints."""
-    result = subprocess.run(
-        [sys.executable, "-m", *words],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
-    if result.returncode:
-        said = result.stderr.strip().splitlines() or ["no message"]
-        raise ChildError(f"{what} failed: {said[-1]}")
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+def _cached_in(path: Path) -> dict[str, str]:
+    return {"TORCHINDUCTOR_CACHE_DIR": str(path)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import compiled_optim as co
 from perf.optimizers import Rule
+from perf.storages import OPTIMIZER, OWN, THEIRS, Stored
 
 Groups = list[dict[str, Any]]
 Maker = Callable[[Rule, Groups], torch.optim.Optimizer]
@@ -36,9 +37,11 @@ class Contender:
     """One implementation.
 
     ``exists_for`` returns whether it provides an optimizer. ``package`` must be importable; ``distribution`` is its
-    name on PyPI. ``whole_model`` marks an implementation that compiles all tensors in one graph; its warm-up is slow
-    for more than FEW tensors, so there it runs only if --contender is given. ``clips`` marks an implementation that
-    clips gradients inside its step; for the others, torch's clip_grad_norm_ is called with ``foreach``.
+    name on PyPI. ``whole_model`` marks an implementation that compiles each model by itself; its warm-up is slow for
+    more than FEW tensors, so there it runs only if --contender is given. ``clips`` marks an implementation that
+    clips gradients inside its step; for the others, torch's clip_grad_norm_ is called with ``foreach``. ``stored`` is
+    given for a contender that differs from another one in its storage only; it runs for parameters of that dtype, in
+    cases that compare storages or if --contender is given.
     """
 
     make: Maker
@@ -50,6 +53,7 @@ class Contender:
     cpu_only: bool = False
     clips: bool = False
     foreach: bool = True
+    stored: Stored | None = None
 
     def absent(self) -> str | None:
         """Return the reason why the package cannot be imported, or None if it can."""
@@ -110,6 +114,20 @@ def _published(module: str) -> tuple[Maker, Callable[[Rule], bool]]:
     return make, lambda rule: rule.published(module) is not None
 
 
+def _eight_bit(module: str) -> Maker:
+    """Return the constructor of the AdamW8bit of a module."""
+
+    def make(rule: Rule, groups: Groups) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = importlib.import_module(module).AdamW8bit(groups, **rule.options)
+        return made
+
+    return make
+
+
+def _is_stored(rule: Rule) -> bool:
+    return rule.ours == OPTIMIZER and rule.clip is None
+
+
 OURS = "ours"
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(_ours, lambda rule: True, clips=True),
@@ -127,6 +145,13 @@ CONTENDERS: dict[str, Contender] = {
     "deepspeed": Contender(
         *_published("deepspeed.ops.adam"), package="deepspeed", distribution="deepspeed", cpu_only=True
     ),
+    **{name: Contender(partial(_ours, **way.options), _is_stored, stored=way) for name, way in OWN.items()},
+    **{
+        name: Contender(
+            _eight_bit(module), _is_stored, package, package, stored=way, whole_model=package == "torchao"
+        )  # torchao compiles each parameter in a graph of its own
+        for name, (package, module, way) in THEIRS.items()
+    },
 }
 
 BASELINES = ("torch fused", "torch foreach", "adamp", "usual foreach", "deepspeed", "ours eager")
@@ -139,15 +164,19 @@ REFERENCES = ("torch loop", "adamp", "usual foreach", "ours eager")
 FEW = 20
 
 
-def not_entered(name: str, rule: Rule, device: str, tensors: int, asked: bool) -> tuple[str, str] | None:
+def not_entered(
+    name: str, rule: Rule, device: str, tensors: int, asked: bool, dtype: str = "float32"
+) -> tuple[str, str] | None:
     """Return the status and the reason of a contender that does not run, or None if it runs."""
     contender = CONTENDERS[name]
     if not contender.exists_for(rule):
         return "none", f"has no {rule.ours}"
+    if contender.stored is not None and contender.stored.dtype != dtype:
+        return "none", f"is for {contender.stored.dtype} parameters"
     if contender.cpu_only and device != "cpu":
         return "none", "runs on the CPU only"
     if (reason := contender.absent()) is not None:
         return "absent", reason
     if contender.whole_model and tensors > FEW and not asked:
-        return "skipped", f'compiles {tensors} tensors in one graph, which takes a minute or more: --contender "{name}"'
+        return "skipped", f'compiles all {tensors} tensors, which takes a minute or more: --contender "{name}"'
     return None

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from perf.compare import compare
+from perf.page import page
 from perf.render import markdown, text
 from perf.report import BadInput, Report
 
@@ -25,7 +26,9 @@ def check_writable(*paths: Path | None) -> None:
         raise BadInput("--plot needs matplotlib: pip install .[perf]")
 
 
-def write(report: Report, old: Report | None, json: Path | None, marked: Path | None, plot: Path | None) -> None:
+def write(
+    report: Report, old: Report | None, json: Path | None, marked: Path | None, html: Path | None, plot: Path | None
+) -> None:
     """Print the report and write the given files."""
     print(text(report))
     if old is not None:
@@ -34,6 +37,9 @@ def write(report: Report, old: Report | None, json: Path | None, marked: Path | 
         report.save(json)
     if marked is not None:
         marked.write_text(markdown(report))
+    if html is not None:
+        html.write_text(page(report), encoding="utf-8")
+        print(f"\nThe same with plots, for a browser: {html}")
     if plot is not None:
         from perf.plot import draw
 

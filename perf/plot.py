@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from perf.contenders import CONTENDERS, OURS
+from perf.contenders import OURS
 from perf.report import BadInput, Report, Row
 from perf.workloads import WORKLOADS
 
@@ -27,6 +27,8 @@ COLORS = {
     "optimi": "#4fa3a5",
     "deepspeed": "#a0522d",
 }
+"""The contenders that are plotted. Those that differ in their storage only are in the tables and in the HTML page."""
+
 INK, FAINT = "#222222", "#777777"
 PER_PANEL = 9
 FAR = 1.6
@@ -34,7 +36,7 @@ FAR = 1.6
 
 def draw(report: Report, path: Path) -> None:
     """Plot every race that was measured and write the image."""
-    races = [[row for row in race if row.ratio is not None] for race in report.races()]
+    races = [[row for row in race if row.ratio is not None and row.contender in COLORS] for race in report.races()]
     races = [race for race in races if race]
     if not races:
         raise BadInput("nothing was measured that could be drawn")
@@ -45,9 +47,9 @@ def draw(report: Report, path: Path) -> None:
     figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.1)
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         _panel(axes, panel, report)
-    used = [name for name in CONTENDERS if any(row.contender == name for race in races for row in race)]
+    used = [name for name in COLORS if any(row.contender == name for race in races for row in race)]
     handles: list[Patch | Line2D] = [Patch(color=COLORS[name], label=name) for name in used]
-    if any(report.limit(race[0]) for race in races):
+    if any(report.usual_limit(race) for race in races):
         handles.append(Line2D([], [], color=INK, linewidth=2.2, label="memory limit"))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), 9), frameon=False, columnspacing=1.4
@@ -120,7 +122,7 @@ def _bar(axes: Axes, x: float, width: float, row: Row, top: float) -> None:
 
 def _limit(race: Sequence[Row], report: Report) -> float | None:
     """Return the speed of a step at the memory limit, relative to the baseline."""
-    limit = report.limit(race[0])
+    limit = report.usual_limit(race)
     baseline = next((row.time for row in race if row.contender == row.baseline), None)
     return baseline.median / limit if limit is not None and baseline is not None else None
 

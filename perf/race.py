@@ -18,6 +18,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+import compiled_optim as co
 from perf.cases import DTYPES, Case
 from perf.check import flat, judge, reference, untouched
 from perf.clock import Clock
@@ -95,11 +96,12 @@ class Race:
         needed = self.rule.bytes_per_parameter(self.dtype.itemsize)
         row = Row(*(case.workload, case.optimizer, case.dtype, ""), len(shapes), size, needed, self.in_cache)
         row.about, row.present = self.workload.about, self.workload.present
-        self.results = {name: replace(row, contender=name, status="interrupted") for name in asked or CONTENDERS}
+        usual = [name for name, contender in CONTENDERS.items() if contender.stored is None or case.storages]
+        self.results = {name: replace(row, contender=name, status="interrupted") for name in asked or usual}
         self.lanes: dict[str, Lane] = {}
         self.first_round = self.workload.untimed + WARM_STEPS + 1
         for name, result in self.results.items():
-            if (why := not_entered(name, self.rule, device.type, len(shapes), bool(asked))) is not None:
+            if (why := not_entered(name, self.rule, device.type, len(shapes), bool(asked), case.dtype)) is not None:
                 result.status, result.reason = why
             elif name in case.without and not asked:
                 result.status, result.reason = "skipped", f"to save time: --workload {case.workload}"
@@ -162,6 +164,8 @@ class Race:
             for step in range(self.workload.untimed + 2, self.first_round):
                 self.give_gradients(lane, step)
                 lane.warm_seconds = min(lane.warm_seconds, self.clock.time(lane.entrant.step))
+        if CONTENDERS[row.contender].stored is not None and isinstance(lane.entrant.optimizer, co.Optimizer):
+            row.stored_bytes = moved_bytes(lane.entrant.optimizer)
         self.lanes[row.contender] = lane
 
     def _wrong(self, row: Row, params: list[Tensor], step: int, expected: Tensor) -> str:
@@ -171,7 +175,9 @@ class Race:
             if not untouched(starts, params, self.workload.with_gradients(step)):
                 return "changed parameters that have no gradient"
         if step == self.workload.untimed:
-            row.deviation, reason = judge(self.noise.start(), flat(params), expected)
+            stored = CONTENDERS[row.contender].stored
+            tolerance = None if stored is None else stored.tolerance
+            row.deviation, reason = judge(self.noise.start(), flat(params), expected, tolerance)
             return reason
         return ""
 
@@ -227,11 +233,19 @@ class Race:
             row.status, row.rounds, row.time = "ok", len(seconds), spread(seconds.values())
             row.baseline = baseline(timed)
             row.ratio = ratio(seconds, timed[row.baseline])
+            if OURS in timed and CONTENDERS[name].stored is not None:
+                row.to_plain = ratio(seconds, timed[OURS])
 
 
 def baseline(names: Collection[str]) -> str:
     """Return the contender that is the baseline of the ratios."""
     return next(name for name in (*BASELINES, *names) if name in names)
+
+
+def moved_bytes(optimizer: co.Optimizer) -> int:
+    """Return the bytes that a step moves for a parameter: it reads everything and writes all but the gradients."""
+    sizes = optimizer.explain().bytes_per_element
+    return round(2 * sum(sizes.values()) - sizes["gradients"])
 
 
 def spread(values: Collection[float]) -> Spread:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
 from perf.contenders import CONTENDERS, OURS
 from perf.report import Report, Row, brief
+from perf.section import Section
+from perf.storage_sections import memory_section, storage_section
 
 USUAL = ("usual foreach", "adamp")
 """The contenders that share one column of the summary, because no optimizer has both."""
-
-
-@dataclass
-class Section:
-    """A title, a table, and lines below the table."""
-
-    title: str
-    headers: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    lines: list[str] = field(default_factory=list)
 
 
 def text(report: Report) -> str:
@@ -48,6 +39,10 @@ def sections(report: Report) -> list[Section]:
     found = [_machine(report)]
     if report.rows:
         found += [*(_race(report, race) for race in report.races()), _summary(report)]
+    if any(row.to_plain for row in report.rows):
+        found.append(storage_section(report))
+    if report.memory:
+        found.append(memory_section(report))
     if report.scaling:
         found.append(_scaling(report))
     if report.first_steps:
@@ -56,7 +51,7 @@ def sections(report: Report) -> list[Section]:
         found.append(_new_processes(report))
     if report.host_costs:
         found.append(_host_costs(report))
-    return [*found, Section("How to read this", lines=_legend(report))]
+    return [*found, Section("How to read this", lines=_legend(), topic="legend")]
 
 
 def _machine(report: Report) -> Section:
@@ -66,7 +61,7 @@ def _machine(report: Report) -> Section:
         lines.append(f"memory: {rate} read-modify-write, the best of {report.passes} passes during this run")
     lines += [f"command: {report.command}", f"took: {report.seconds:.0f} s"]
     lines += ["INTERRUPTED: what follows is what there was by then"] if report.interrupted else []
-    return Section(f"Step times of optimizers, {report.date}", lines=lines + report.notes)
+    return Section(f"Step times of optimizers, {report.date}", lines=lines + report.notes, topic="machine")
 
 
 def _share(report: Report, row: Row) -> str:
@@ -76,7 +71,7 @@ def _share(report: Report, row: Row) -> str:
 
 def _race(report: Report, race: Sequence[Row]) -> Section:
     first = race[0]
-    limit = report.limit(first)
+    limit = report.usual_limit(race)
     title = (
         f"{first.workload}, {first.optimizer}, {first.dtype}: {first.tensors:,} tensors, "
         f"{first.parameters:,} parameters, {first.bytes_per_parameter} B to move for each"
@@ -118,13 +113,16 @@ def _race(report: Report, race: Sequence[Row]) -> Section:
             others.setdefault(f"{row.status}: {{}}" + (f" ({row.reason})" if row.reason else ""), []).append(
                 row.contender
             )
-    return Section(title, headers, rows, lines + [line.format(", ".join(names)) for line, names in others.items()])
+    lines += [line.format(", ".join(names)) for line, names in others.items()]
+    return Section(title, headers, rows, lines, topic="race")
 
 
 def _summary(report: Report) -> Section:
     races = report.races()
     columns = [
-        name for name in CONTENDERS if name not in USUAL and any(r.contender == name and r.time for r in report.rows)
+        name
+        for name, made in CONTENDERS.items()
+        if name not in USUAL and not made.stored and any(r.contender == name and r.time for r in report.rows)
     ]
     usual = any(r.contender in USUAL and r.time for r in report.rows)
     rows = []
@@ -156,6 +154,7 @@ def _summary(report: Report) -> Section:
         headers,
         rows,
         [f"not measured: {', '.join(names)}: {why}" for why, names in grouped.items()],
+        topic="summary",
     )
 
 
@@ -178,7 +177,7 @@ def _first_steps(report: Report) -> Section:
         for first in report.first_steps
     ]
     headers = ("contender", "workload", "situation", "first step s", "graphs", "kernels", "calls a step", "recompiles")
-    return Section("What compiling costs: the first step of AdamW", headers, rows)
+    return Section("What compiling costs: the first step of AdamW", headers, rows, topic="compile cost")
 
 
 def _scaling(report: Report) -> Section:
@@ -197,7 +196,7 @@ def _scaling(report: Report) -> Section:
     ]
     baseline = report.scaling[0].baseline
     headers = ("workload", "optimizer", "contender", "threads", "ms", "/ 1 thread", f"/ {baseline}", "rounds")
-    return Section("Thread scaling: a step with each number of threads", headers, rows)
+    return Section("Thread scaling: a step with each number of threads", headers, rows, topic="scaling")
 
 
 def _new_processes(report: Report) -> Section:
@@ -213,7 +212,8 @@ def _new_processes(report: Report) -> Section:
         for new in report.new_processes
     ]
     headers = ("contender", "workload", "import torch s", "first step adds s", "compiler imported", "processes")
-    return Section("What the first step adds to import torch: a new process, compiled code on disk", headers, rows)
+    title = "What the first step adds to import torch: a new process, compiled code on disk"
+    return Section(title, headers, rows, topic="compile cost")
 
 
 def _host_costs(report: Report) -> Section:
@@ -228,10 +228,10 @@ def _host_costs(report: Report) -> Section:
         for cost in report.host_costs
     ]
     headers = ("what", "contender", "ms", "ratio", "rounds")
-    return Section("What a further optimizer costs: AdamW, code compiled before", headers, rows)
+    return Section("What a further optimizer costs: AdamW, code compiled before", headers, rows, topic="compile cost")
 
 
-def _legend(report: Report) -> list[str]:
+def _legend() -> list[str]:
     return [
         "ms: median (quartiles) over the rounds. In each round the contenders step in a new order, on copies of the "
         "same parameters. New gradients are copied into the same buffers right before each step.",
@@ -250,5 +250,9 @@ def _legend(report: Report) -> list[str]:
         "after a change is not timed. / 1 thread: time divided by that with one thread in the same round.",
         "first step adds: from the end of import torch to the end of the first step, with the import of the optimizer. "
         "compiler imported: the parts of torch's compiler that were loaded by then.",
+        "Storage: the bytes to move are those of the storage, so each has a limit of its own. / ours: time divided by "
+        "that of ours without this storage, in the same round.",
+        "Memory: each contender in a process of its own. a step adds: the peak of a step above what was there before, "
+        "by the allocations of torch or by the resident memory of the process, whichever is larger.",
         "All results are for the device named at the top only.",
     ]

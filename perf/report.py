@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ class Row:
     does not exist), "skipped" or "interrupted"; ``reason`` gives details. Times are in seconds. ``ratio`` is the time
     divided by that of ``baseline``, over the rounds that both ran in. ``deviation`` is the difference of the first
     steps from the float64 reference, relative to the length of the steps. ``about`` describes groups and gradients;
-    ``present`` is the share of the tensors that have gradients in a step.
+    ``present`` is the share of the tensors that have gradients in a step. ``to_plain`` is given for a contender that
+    differs from ours in its storage: the time divided by that of ours without this storage. ``stored_bytes`` are the
+    bytes that a step moves with a storage of its own, in place of ``bytes_per_parameter``.
     """
 
     workload: str
@@ -72,11 +74,18 @@ class Row:
     extra_bytes: int | None = None
     about: str = ""
     present: float = 1.0
+    to_plain: Spread | None = None
+    stored_bytes: int | None = None
 
     @property
     def stepped(self) -> float:
         """The number of parameters that a step changes."""
         return self.parameters * self.present
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that a step has to move for each parameter."""
+        return self.bytes_per_parameter if self.stored_bytes is None else self.stored_bytes
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -146,6 +155,37 @@ class HostCost:
 
 
 @dataclass
+class MemoryRow:
+    """The memory of one contender for one workload, in bytes for each parameter, measured in a separate process.
+
+    ``buffers`` has weights, gradients and each state by name. ``step`` is the peak of a step above what was there
+    before, by the allocations of torch or by the resident memory of the process, whichever is larger. ``largest``
+    is the size of the largest parameter, to compare ``step`` with. ``status`` is "ok", "error" or "absent"; ``reason``
+    gives details.
+    """
+
+    workload: str
+    contender: str
+    dtype: str
+    parameters: int
+    status: str = "ok"
+    reason: str = ""
+    buffers: dict[str, float] = field(default_factory=dict)
+    step: float = 0.0
+    largest: float = 0.0
+
+    @property
+    def states(self) -> float:
+        """The bytes of all states."""
+        return sum(size for name, size in self.buffers.items() if name not in ("weights", "gradients"))
+
+    @property
+    def total(self) -> float:
+        """The bytes at the peak of a step."""
+        return sum(self.buffers.values()) + self.step
+
+
+@dataclass
 class Report:
     """The results of a run. ``machine`` describes the environment; ``compare`` uses it to check comparability."""
 
@@ -161,13 +201,18 @@ class Report:
     first_steps: list[FirstStep] = field(default_factory=list)
     new_processes: list[NewProcess] = field(default_factory=list)
     host_costs: list[HostCost] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def limit(self, row: Row) -> float | None:
         """Return the least seconds of a step at the measured bandwidth, or None if ``row.in_cache``."""
         if row.in_cache or not self.bytes_per_second:
             return None
-        return row.bytes_per_parameter * row.stepped / self.bytes_per_second
+        return row.moved_bytes * row.stepped / self.bytes_per_second
+
+    def usual_limit(self, race: Sequence[Row]) -> float | None:
+        """Return the limit of a race for contenders without a storage of their own."""
+        return self.limit(next((row for row in race if row.stored_bytes is None), race[0]))
 
     def races(self) -> list[list[Row]]:
         """Return the rows grouped by race, in the order of the run."""
@@ -202,10 +247,15 @@ KINDS: dict[str, Callable[..., Any]] = {
     "first_steps": FirstStep,
     "new_processes": NewProcess,
     "host_costs": HostCost,
+    "memory": MemoryRow,
 }
 """The lists of a report and the type of their elements."""
 
 
 def _spreads(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an element, with the objects in it converted to Spread."""
-    return {name: Spread(**value) if isinstance(value, dict) else value for name, value in content.items()}
+    return {name: Spread(**value) if _is_spread(value) else value for name, value in content.items()}
+
+
+def _is_spread(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() == Spread.__dataclass_fields__.keys()

@@ -17,15 +17,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from perf import compile_cost, host_costs
+from perf import compile_cost, host_costs, storage_memory
 from perf.busy import Others
-from perf.cases import DTYPES, SCALED, Case, choose
-from perf.contenders import CONTENDERS
+from perf.cases import DTYPES, SCALED, STORED, Case, choose
+from perf.children import ChildError
+from perf.contenders import BASELINES, CONTENDERS, OURS
 from perf.memory import Memory
 from perf.optimizers import RULES
 from perf.race import Length, Progress, Race
 from perf.report import BadInput, Report
 from perf.scaling import Scaling
+from perf.storages import OPTIMIZER, OWN
 from perf.workloads import WORKLOADS
 
 
@@ -62,6 +64,7 @@ class Request:
     rounds: int | None
     scaling: list[str]
     compile_cost: bool
+    memory: list[str]
 
     @classmethod
     def of(
@@ -74,15 +77,22 @@ class Request:
         rounds: int | None,
         scaling: Sequence[str] | None,
         races: bool,
+        storages: bool,
         compile_cost: bool,
+        memory: Sequence[str] | None,
     ) -> Request:
         """Return a request for command-line arguments. Raise BadInput if one is invalid.
 
-        ``scaling`` is None for the default, which is nothing if the device is not the CPU.
+        ``scaling`` and ``memory`` are None for the default, which is no scaling if the device is not the CPU.
         """
         workloads = known("workload", workloads, list(WORKLOADS))
         optimizers = known("optimizer", optimizers, list(RULES))
         dtypes = known("dtype", dtypes, list(DTYPES))
+        if storages:
+            if {*optimizers} - {OPTIMIZER}:
+                raise BadInput(f"--storages compares {OPTIMIZER} only")
+            workloads, dtypes = workloads or STORED, dtypes or list(DTYPES)
+            contenders = contenders or [BASELINES[0], OURS, *OWN]
         everybody = "all" in contenders
         contenders = known("contender", contenders, list(CONTENDERS))
         for name in contenders:
@@ -96,7 +106,11 @@ class Request:
             raise BadInput(f"--thread-scaling measures the CPU, not {device!r}")
         if scaling is None:
             scaling = SCALED if found.type == "cpu" else ()
-        return cls(cases, contenders, found, rounds, known("workload", scaling, list(WORKLOADS)), compile_cost)
+        if memory is None:
+            memory = [storage_memory.DEFAULT]
+        table = list(WORKLOADS)
+        scaled, stored = known("workload", scaling, table), known("workload", memory, table)
+        return cls(cases, contenders, found, rounds, scaled, compile_cost, stored)
 
 
 def run(request: Request, command: str) -> Report:
@@ -176,14 +190,19 @@ def _jobs(request: Request, report: Report) -> list[tuple[str, Job]]:
                     device, Path(root), lambda what, part: progress(what, 0.7 + 0.2 * part)
                 ):
                     report.new_processes.append(new)
-            except compile_cost.ChildError as error:
+            except ChildError as error:
                 report.notes.append(str(error))
         progress("further optimizers", 0.9)
         for cost in host_costs.measure(device):
             report.host_costs.append(cost)
 
+    def memory(workload: str, bandwidth: Memory, progress: Progress) -> None:
+        for row in storage_memory.memory_rows(request.device.type, workload, progress):
+            report.memory.append(row)
+
     jobs: list[tuple[str, Job]] = [(str(case), partial(race, case)) for case in request.cases]
     jobs += [(f"thread scaling of {workload}", partial(scale, workload)) for workload in request.scaling]
+    jobs += [(f"memory of {workload}", partial(memory, workload)) for workload in request.memory]
     return [*jobs, *([("first steps", first_steps)] if request.compile_cost else [])]
 
 

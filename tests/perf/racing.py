@@ -8,7 +8,7 @@ from perf.cases import Case
 from perf.race import Length, Race
 
 CPU = torch.device("cpu")
-QUICK = ["--workload", "tiny_mlp", "--rounds", "3", "--no-thread-scaling", "--no-compile-cost"]
+QUICK = ["--workload", "tiny_mlp", "--rounds", "3", "--no-thread-scaling", "--no-compile-cost", "--no-memory"]
 EAGER = ["ours eager", "torch foreach", "torch loop", "usual foreach", "adamp"]
 
 

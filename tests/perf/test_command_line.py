@@ -24,6 +24,7 @@ BAD = {
     "no device": (["--device", "toaster"], "no device 'toaster' here"),
     "scaling": (["--thread-scaling", "policy"], "argument --thread-scaling: not allowed with argument --no-thread-sc"),
     "deepspeed": (["--contender", "deepspeed"], "contender 'deepspeed' is not installed: pip install .[peers]"),
+    "storages": (["--storages", "--optimizer", "SGD"], "--storages compares AdamW only"),
     "rounds": (["--rounds", "0"], "--rounds 0: at least 1"),
     "words": (["--rounds", "many"], "argument --rounds: invalid int value: 'many'"),
     "flag": (["--fast"], "unrecognized arguments: --fast"),
@@ -78,4 +79,6 @@ def test_an_interrupted_run_keeps_what_it_has(small, monkeypatch, tmp_path, caps
     assert [row["optimizer"] for row in content["rows"]] == ["AdamW", "AdamW", "SGD", "SGD"]
     assert [row["rounds"] for row in content["rows"][:2]] == [3, 3]
     assert sorted(row["rounds"] for row in content["rows"][2:]) == [2, 3]
-    assert "not started: small Adam float32, thread scaling of small, first steps" in content["notes"]
+    assert (
+        "not started: small Adam float32, thread scaling of small, memory of resnet50, first steps" in content["notes"]
+    )

@@ -29,7 +29,7 @@ def memory():
 
 def test_everybody_is_listed_absent_or_not(small, memory, nothing_installed):
     rows = race(memory, "AdamW", [], rounds=1)
-    assert list(rows) == list(CONTENDERS)
+    assert list(rows) == [name for name, made in CONTENDERS.items() if made.stored is None]
     status = {name: row.status for name, row in rows.items()}
     assert [status[name] for name in ("ours", "torch fused", "torch foreach", "torch loop")] == ["ok"] * 4
     assert [status[name] for name in ("heavyball", "optimi", "deepspeed")] == ["absent"] * 3

@@ -21,7 +21,7 @@ from perf.scaling import Scaling, thread_counts
 from .racing import CPU
 
 ONES = Spread(1.0, 1.0, 1.0)
-ALONE = ["--no-races", "--no-compile-cost", "--rounds", "2", "--thread-scaling", "small"]
+ALONE = ["--no-races", "--no-compile-cost", "--no-memory", "--rounds", "2", "--thread-scaling", "small"]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,9 @@ def test_it_can_be_selected_and_measured_alone(small, three_threads, tmp_path, c
 
 
 def request_for(device="cpu", scaling=None, races=True):
-    return Request.of([], [], [], [], device, None, scaling=scaling, races=races, compile_cost=True)
+    return Request.of(
+        [], [], [], [], device, None, scaling=scaling, races=races, storages=False, compile_cost=True, memory=[]
+    )
 
 
 def test_it_is_for_the_cpu_and_one_workload_by_default(monkeypatch):
