@@ -55,6 +55,8 @@ class Entry:
         distributed: Options for tests on several ranks. Epsilon is large enough that rounding errors of gradients near
             zero have no effect, and the learning rate is large enough to move the parameters.
         refused: Arguments that the constructor must reject.
+        replaces: The classes of other packages that it can replace without other changes. Those of torch.optim and of
+            torch_npu are known without it.
         fused: Whether torch.optim has a fused implementation.
         tolerance: The largest relative difference from the reference, in float64 and in float32.
         float16: Options that keep the states within the range of float16.
@@ -69,6 +71,7 @@ class Entry:
     typical: Options
     distributed: Options
     refused: tuple[Refused, ...]
+    replaces: tuple[str, ...] = ()
     fused: bool = False
     tolerance: tuple[float, float] = (1e-11, 5e-6)
     float16: Options = field(default_factory=dict)

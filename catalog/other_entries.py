@@ -19,6 +19,7 @@ ADAMP = Entry(
     ),
     typical={"weight_decay": 0.01, "delta": 0.9},  # some tensors are projected with this delta, and some are not
     distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+    replaces=("adamp.AdamP",),
     refused=(
         *LR_AND_DECAY,
         *EPS,
