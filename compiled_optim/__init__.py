@@ -8,6 +8,8 @@
 >>> opt.zero_grad()
 """
 
+from importlib.metadata import version
+
 from compiled_optim import torch_private  # noqa: F401 # first, because it raises if torch is too old
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
@@ -58,3 +60,5 @@ __all__ = [
     "RuleError",
     "Tensors",
 ]
+
+__version__ = version("compiled_optim")
