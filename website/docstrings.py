@@ -36,14 +36,8 @@ def formula(tex: str, display: bool = False) -> str:
 def to_markdown(text: str) -> str:
     """Return a docstring in Markdown.
 
-    >>> print(to_markdown("See :meth:`watch`; ``p.grad`` stays.\\n\\n>>> 1 + 1\\n2\\n"))
-    See `watch`; `p.grad` stays.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
+    >>> to_markdown("See :meth:`watch`; ``p.grad`` stays.")
+    'See `watch`; `p.grad` stays.'
     """
     text = MATH_BLOCK.sub(_displayed, text)
     text = INLINE_MATH.sub(lambda match: formula(match[1]), text)
@@ -66,11 +60,11 @@ def _example(match: re.Match[str]) -> str:
 
 
 def _reference(match: re.Match[str]) -> str:
-    """Return a link to an object of the package, and the name alone of any other."""
-    name = match[1]
-    if name.startswith("compiled_optim."):
-        return f"[`{name.rpartition('.')[2]}`][{name}]"
-    return f"`{name}`"
+    """Return a link to a public class of the package, and the name alone of anything else."""
+    package, _, name = match[1].rpartition(".")
+    if package == "compiled_optim":
+        return f"[`{name}`][{match[1]}]"
+    return f"`{name if package.startswith('compiled_optim.') else match[1]}`"
 
 
 class DocstringsAsMarkdown(griffe.Extension):

@@ -17,7 +17,7 @@ from catalog import CATALOG, Entry
 from compiled_optim import npu
 from website.docstrings import to_markdown
 
-SIDE = 1024
+SIDE = 256
 """States are measured on a weight of this many rows and columns."""
 
 STORED = {
@@ -128,6 +128,8 @@ def page(entry: Entry) -> str:
     return "\n".join(
         [
             f"# {entry.name}",
+            "",
+            f"[](){{#compiled_optim.{entry.name}}}",
             "",
             f"::: compiled_optim.{entry.name}",
             "",
