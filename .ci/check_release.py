@@ -1,4 +1,4 @@
-"""Check that a release is ready: ``python .ci/check_release.py v1.2.3`` compares the tag with the files of the project."""
+"""Check that a release is ready: ``python .ci/check_release.py v1.2.3`` compares the tag with the project."""
 
 import re
 import sys

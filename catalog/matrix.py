@@ -43,11 +43,11 @@ STORAGES: dict[str, tuple[torch.dtype, Mapping[str, Any]]] = {
 }
 """Ways to keep parameters and states: the dtype of the parameters, and the options."""
 
-Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def run(make: Make, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], start: torch.dtype) -> list[Tensor]:
-    """Return parameters after some steps. They start at values that ``start`` can hold; gradients are bfloat16 values."""
+    """Return parameters after some steps. They start at values that ``start`` can hold; gradients are bfloat16."""
     generator = torch.Generator().manual_seed(SEED)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(start).to(dtype)) for shape in shapes]
     optimizer = make(params)
@@ -66,11 +66,13 @@ def difference(
 ) -> float | None:  # fmt: skip
     """Return the largest relative difference from the reference by norm; None if the options are refused."""
 
-    def ours(params: list[Tensor]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(co, entry.name)(params, **options, **(stored or {}), compile=compiled)
+    def ours(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(co, entry.name)(
+            params, **options, **(stored or {}), compile=compiled
+        )
         return optimizer
 
-    def theirs(params: list[Tensor]) -> torch.optim.Optimizer:
+    def theirs(params: Sequence[Tensor]) -> torch.optim.Optimizer:
         return entry.reference(params, **options)
 
     try:
@@ -132,8 +134,8 @@ This page is written by `python -m catalog.matrix`. Do not edit it.
 
 Each cell is a relative difference, ‖ours − reference‖ / ‖reference‖: the largest over tensors of shapes
 {shapes}, after {steps} steps with changing gradients and a changing learning rate. The reference always
-computes in float64, from the same initial values and gradients. So a column shows the rounding of its dtype: a float32 step rounds to 6e-8 of a value, a
-float16 step to 5e-4, a bfloat16 step to 4e-3.
+computes in float64, from the same initial values and gradients. So a column shows the rounding of its dtype: a float32
+step rounds to 6e-8 of a value, a float16 step to 5e-4, a bfloat16 step to 4e-3.
 
 - **Options**: those of the catalog, which cover every branch of a rule. The first row of a table has the options that
   select the largest program; it is compared compiled too. float16 adds the options of the catalog that keep states in

@@ -26,11 +26,13 @@ DOCS_PAGE = re.compile(r"(?<![\w`/(\[])docs/(\w+)\.md")
 def formula(tex: str, display: bool = False) -> str:
     r"""Return a formula as MathML. Lines of a displayed formula end in ``\\`` and are aligned at ``&``.
 
-    >>> formula("a_1")
-    '<math xmlns="http://www.w3.org/1998/Math/MathML" display="inline"><mrow><msub><mi>a</mi><mn>1</mn></msub></mrow></math>'
+    >>> "<msub><mi>a</mi><mn>1</mn></msub>" in formula("a_1")
+    True
     """
     tex = LEARNING_RATE.sub(r"\\mathrm{lr}", " ".join(tex.split()))
-    return convert(rf"\begin{{align*}}{tex}\end{{align*}}", display="block") if display else convert(tex)
+    if display:
+        tex = rf"\begin{{align*}}{tex}\end{{align*}}"
+    return str(convert(tex, display="block" if display else "inline"))
 
 
 def to_markdown(text: str) -> str:
@@ -40,7 +42,8 @@ def to_markdown(text: str) -> str:
     'See `watch`; `p.grad` stays.'
     """
     text = MATH_BLOCK.sub(_displayed, text)
-    text = INLINE_MATH.sub(lambda match: formula(match[1]), text)
+    # in a span, because Markdown takes a formula at the start of a paragraph for a block
+    text = INLINE_MATH.sub(lambda match: f"<span>{formula(match[1])}</span>", text)
     text = NAMED_LINK.sub(r"[\1](\2)", text)
     text = ROLE.sub(_reference, text)
     text = LITERAL.sub(r"`\1`", text)

@@ -50,7 +50,9 @@ def _section(section: dict[str, Any], docs: Path) -> dict[str, Any]:
     if content == "optimizers":
         return {title: [{entry.name: f"optimizers/{optimizers.slug(entry)}.md"} for entry in CATALOG.values()]}
     if isinstance(content, list):
-        missing = [page for page in content for path in page.values() if path in OPTIONAL and not (docs / path).exists()]
+        missing = [
+            page for page in content for path in page.values() if path in OPTIONAL and not (docs / path).exists()
+        ]
         return {title: [page for page in content if page not in missing]}
     return section
 

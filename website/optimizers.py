@@ -20,11 +20,11 @@ from website.docstrings import to_markdown
 SIDE = 256
 """States are measured on a weight of this many rows and columns."""
 
-STORED = {
+STORED: dict[str, tuple[torch.dtype, Mapping[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {}),
-    "float32, `state_dtype=torch.bfloat16`": (torch.float32, {"state_dtype": torch.bfloat16}),
-    'float32, `state_dtype="8bit"`': (torch.float32, {"state_dtype": "8bit"}),
+    "float32, bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "float32, 8-bit states": (torch.float32, {"state_dtype": "8bit"}),
 }
 """How parameters and states are kept, for the tables of memory: the dtype of the parameter, and options."""
 
@@ -102,8 +102,9 @@ def limits(entry: Entry) -> list[str]:
     ours = optimizer_class(entry)
     found = [
         f"Sparse gradients are refused; use `torch.optim.{ours.sparse_alternative.removeprefix('torch.optim.')}`.",
-        "`differentiable=True` is refused." if entry.in_torch else "`foreach`, `capturable` and `differentiable` of "
-        "torch.optim are not accepted.",
+        "`differentiable=True` is refused."
+        if entry.in_torch
+        else "`foreach`, `capturable` and `differentiable` of torch.optim are not accepted.",
     ]
     if sums_over_tensors(ours):
         found.append(
@@ -122,38 +123,45 @@ def sums_over_tensors(ours: type[co.Optimizer]) -> bool:
     return "all_reduce" in inspect.signature(ours.update).parameters
 
 
+PAGE = """\
+# {name}
+
+[](){{#compiled_optim.{name}}}
+
+::: compiled_optim.{name}
+
+The options that every optimizer takes are listed [on their own page](../options.md).
+
+## Replaces
+
+{replaced}
+
+Results are compared with {reference} for every option: [numerics](../correctness.md#{slug}) has the differences.
+
+## States
+
+Bytes for each element of a float32 or bfloat16 weight of {side}×{side}, after one step; the last columns are for
+`state_dtype=torch.bfloat16` and `state_dtype="8bit"`. The numbers are measured when this page is built (`make docs`).
+
+{states}
+
+## Limits
+
+{limits}
+"""
+
+
 def page(entry: Entry) -> str:
     """Return the page of an optimizer."""
     names = ", ".join(f"`{name}`" for name in replaced(entry))
-    return "\n".join(
-        [
-            f"# {entry.name}",
-            "",
-            f"[](){{#compiled_optim.{entry.name}}}",
-            "",
-            f"::: compiled_optim.{entry.name}",
-            "",
-            "The options that every optimizer takes are listed [on their own page](../options.md).",
-            "",
-            "## Replaces",
-            "",
-            f"{names or 'No class of another package has the same arguments.'}",
-            "",
-            "Results are compared with torch.optim" if entry.in_torch else "Results are compared with the formula in float64",
-            f"for every option: [numerics](../correctness.md#{entry.name.lower()}) has the differences.",
-            "",
-            "## States",
-            "",
-            f"Bytes for each element of a float32 or bfloat16 weight of {SIDE}×{SIDE}, after one step. The numbers are",
-            "measured when this page is built (`make docs`).",
-            "",
-            states_table(entry),
-            "",
-            "## Limits",
-            "",
-            *(f"- {limit}" for limit in limits(entry)),
-            "",
-        ]
+    return PAGE.format(
+        name=entry.name,
+        replaced=names or "No class of another package has the same arguments.",
+        reference="torch.optim" if entry.in_torch else "the formula in float64",
+        slug=slug(entry),
+        side=SIDE,
+        states=states_table(entry),
+        limits="\n".join(f"- {limit}" for limit in limits(entry)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests of the files around the package: README, changelog, version, correctness matrix, commands on pages, releases."""
+"""Tests of the files around the package: README, changelog, version, commands, releases, correctness matrix."""
 
 from __future__ import annotations
 
