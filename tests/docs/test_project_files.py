@@ -38,6 +38,16 @@ def test_the_changelog_has_the_usual_form():
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
+def test_sources_that_are_not_installed_say_what_to_do(tmp_path):
+    """After `pip install .`, Python inside a clone finds the sources, where backends/ is not a part of the package."""
+    shutil.copytree(ROOT / "compiled_optim", tmp_path / "compiled_optim")
+    without_editable = "import sys; sys.meta_path = [each for each in sys.meta_path if 'editable' not in repr(each)]"
+    command = [sys.executable, "-c", f"{without_editable}; import compiled_optim"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "ImportError: compiled_optim is imported from its source directory" in result.stderr
+    assert "pip install -e ." in result.stderr
+
+
 # ---- commands
 
 
