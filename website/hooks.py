@@ -16,7 +16,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-from catalog import CATALOG
 from website import optimizers
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +47,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def _section(section: dict[str, Any], docs: Path) -> dict[str, Any]:
     (title, content), *_ = section.items()
     if content == "optimizers":
-        return {title: [{entry.name: f"optimizers/{optimizers.slug(entry)}.md"} for entry in CATALOG.values()]}
+        return {
+            title: [{entry.name: f"optimizers/{optimizers.slug(entry)}.md"} for entry in optimizers.ENTRIES.values()]
+        }
     if isinstance(content, list):
         missing = [
             page for page in content for path in page.values() if path in OPTIONAL and not (docs / path).exists()
@@ -59,7 +60,7 @@ def _section(section: dict[str, Any], docs: Path) -> dict[str, Any]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the optimizers, and those of the project."""
-    for entry in CATALOG.values():
+    for entry in optimizers.ENTRIES.values():
         source = f"optimizers/{optimizers.slug(entry)}.md"
         files.append(File.generated(config, source, content=optimizers.page(entry)))
     for name, page in OF_THE_PROJECT.items():

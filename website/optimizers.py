@@ -17,6 +17,9 @@ from catalog import CATALOG, Entry
 from compiled_optim import npu
 from website.docstrings import to_markdown
 
+ENTRIES = CATALOG
+"""The optimizers that have pages."""
+
 SIDE = 256
 """States are measured on a weight of this many rows and columns."""
 
@@ -119,8 +122,8 @@ def limits(entry: Entry) -> list[str]:
 
 
 def sums_over_tensors(ours: type[co.Optimizer]) -> bool:
-    """Return True if the rule sums over whole tensors."""
-    return "all_reduce" in inspect.signature(ours.update).parameters
+    """Return True if the rule sums over whole tensors. A class without a rule of its own chooses among several."""
+    return hasattr(ours, "update") and "all_reduce" in inspect.signature(ours.update).parameters
 
 
 PAGE = """\
@@ -176,7 +179,7 @@ def advice(entry: Entry) -> str:
 def choosing_table(folder: str = "optimizers") -> str:
     """Return the table of all optimizers: when to use them, and what their states take."""
     rows = ["| optimizer | notes | bytes of states a parameter |", "|---|---|--:|"]
-    for entry in CATALOG.values():
+    for entry in ENTRIES.values():
         sizes = sorted({total(found) for _, found in state_sets(entry)}, key=float)
         rows.append(f"| [{entry.name}]({folder}/{slug(entry)}.md) | {advice(entry)} | {' or '.join(sizes)} |")
     return "\n".join(rows)
@@ -185,7 +188,7 @@ def choosing_table(folder: str = "optimizers") -> str:
 def replaced_table(folder: str = "optimizers") -> str:
     """Return the table of the classes of other packages that optimizers replace."""
     rows = ["| class | is replaced by |", "|---|---|"]
-    pairs = [(name, entry) for entry in CATALOG.values() for name in replaced(entry)]
+    pairs = [(name, entry) for entry in ENTRIES.values() for name in replaced(entry)]
     for name, entry in sorted(pairs, key=lambda pair: (pair[0].rpartition(".")[0], pair[0])):
         rows.append(f"| `{name}` | [{entry.name}]({folder}/{slug(entry)}.md) |")
     return "\n".join(rows)
@@ -194,7 +197,7 @@ def replaced_table(folder: str = "optimizers") -> str:
 def memory_table(folder: str = "optimizers") -> str:
     """Return the table of the bytes that states take, for each optimizer and each way to keep them."""
     rows = ["| optimizer | " + " | ".join(STORED) + " |", "|---|" + "--:|" * len(STORED)]
-    for entry in CATALOG.values():
+    for entry in ENTRIES.values():
         sizes = [total(states(entry, dtype, {**entry.typical, **stored})) for dtype, stored in STORED.values()]
         rows.append(f"| [{entry.name}]({folder}/{slug(entry)}.md) | " + " | ".join(sizes) + " |")
     return "\n".join(rows)
@@ -202,8 +205,8 @@ def memory_table(folder: str = "optimizers") -> str:
 
 def collectives_table() -> str:
     """Return the table of what each optimizer all-reduces for sharded parameters."""
-    summing = [entry.name for entry in CATALOG.values() if sums_over_tensors(optimizer_class(entry))]
-    others = [name for name in CATALOG if name not in summing]
+    summing = [entry.name for entry in ENTRIES.values() if sums_over_tensors(optimizer_class(entry))]
+    others = [name for name in ENTRIES if name not in summing]
     return "\n".join(
         [
             "| optimizers | all-reduced | collectives a step |",
