@@ -49,14 +49,13 @@ class Entry:
     Attributes:
         name: The name of the class in ``compiled_optim``, and in torch.optim if it has one.
         reference: The class that the results are compared with: from torch.optim, or a Formula.
+        drop_in_for: The class of another package with the same arguments.
         parity: Sets of options that are compared with the reference. Together they cover every branch of the rule.
         typical: Options for tests of schedulers, GradScaler, checkpoints and lowering. They select the largest
             program, so that lowering covers it.
         distributed: Options for tests on several ranks. Epsilon is large enough that rounding errors of gradients near
             zero have no effect, and the learning rate is large enough to move the parameters.
         refused: Arguments that the constructor must reject.
-        replaces: The classes of other packages that it can replace without other changes. Those of torch.optim and of
-            torch_npu are known without it.
         fused: Whether torch.optim has a fused implementation.
         tolerance: The largest relative difference from the reference, in float64 and in float32.
         float16: Options that keep the states within the range of float16.
@@ -71,13 +70,13 @@ class Entry:
     typical: Options
     distributed: Options
     refused: tuple[Refused, ...]
-    replaces: tuple[str, ...] = ()
     fused: bool = False
     tolerance: tuple[float, float] = (1e-11, 5e-6)
     float16: Options = field(default_factory=dict)
     sums: Literal["tensor", "all gradients"] | None = None
     without_norm: Options = field(default_factory=dict)
     measured: Measured | None = None
+    drop_in_for: str = ""
 
     @property
     def in_torch(self) -> bool:

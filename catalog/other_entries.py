@@ -19,7 +19,6 @@ ADAMP = Entry(
     ),
     typical={"weight_decay": 0.01, "delta": 0.9},  # some tensors are projected with this delta, and some are not
     distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
-    replaces=("adamp.AdamP",),
     refused=(
         *LR_AND_DECAY,
         *EPS,
@@ -30,6 +29,7 @@ ADAMP = Entry(
     float16={"eps": 1e-3},
     sums="tensor",
     measured=Measured({"lr": 1e-3, "weight_decay": 1e-2}, states=2, published=(Published("adamp", "AdamP"),)),
+    drop_in_for="adamp.AdamP",
 )
 
 LAMB = Entry(

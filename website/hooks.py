@@ -33,7 +33,7 @@ REMOTE_SCRIPT = "https://unpkg.com/iframe-worker/shim"
 LOCAL_SCRIPT = "file_search.js"
 """The script that the theme loads from another host for its search, and ours in its place."""
 
-OPTIONAL = {"storage.md"}
+OPTIONAL = {"optimizers.md", "storage.md"}
 """Pages that are left out of the navigation while they do not exist."""
 
 

@@ -43,7 +43,7 @@ def replaced(entry: Entry) -> list[str]:
     ours = optimizer_class(entry)
     names = [f"torch.optim.{entry.name}"] if entry.in_torch else []
     names += [f"torch_npu.optim.{name}" for name in npu.__all__ if getattr(npu, name).__mro__[2] is ours]
-    return [*names, *entry.replaces]
+    return names if entry.drop_in_for in ("", *names) else [*names, entry.drop_in_for]
 
 
 _measured: dict[str, dict[str, float] | None] = {}
