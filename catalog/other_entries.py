@@ -12,6 +12,7 @@ from catalog.refused import BETAS, EPS, LR_AND_DECAY, NAN
 ADAMP = Entry(
     name="AdamP",
     reference=partial(Formula, formula=references.adamp),
+    drop_in_for="adamp.AdamP",
     parity=(
         {},
         {"weight_decay": 0.1, "nesterov": True},
@@ -29,7 +30,6 @@ ADAMP = Entry(
     float16={"eps": 1e-3},
     sums="tensor",
     measured=Measured({"lr": 1e-3, "weight_decay": 1e-2}, states=2, published=(Published("adamp", "AdamP"),)),
-    drop_in_for="adamp.AdamP",
 )
 
 LAMB = Entry(
