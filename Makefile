@@ -5,7 +5,11 @@
 #              run the tests inside transformers, accelerate and lightning, in an environment of their own
 # make report  set up .venv, measure the optimizers on this machine, print tables and write report.html;
 #              PERF_ARGS="..." passes arguments to perf
-# make lint    ruff, mypy and import-linter
+# make docs    build the documentation into build/site; a broken link or a missing page is an error
+# make docs-serve
+#              serve the documentation on http://127.0.0.1:8000, and build it again after every change
+# make matrix  measure the correctness matrix and write docs/correctness.md
+# make lint    ruff, mypy, import-linter, and the schemas of workflows and other YAML files
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
 
 PYTHON ?= python3
@@ -14,6 +18,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH_NPU := $(VENV)/torch_npu
 FRAMEWORKS := .venv-frameworks
+SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # the interpreters of the other versions of Python
@@ -21,7 +26,7 @@ PYTHON312 ?= python3.12
 PYTHON313 ?= python3.13
 VERSIONS ?= test-torch-2.12 test-torch-2.14 test-torch-2.15 test-python-3.12 test-python-3.13
 
-.PHONY: test test-versions test-frameworks report lint wheel clean
+.PHONY: test test-versions test-frameworks report docs docs-serve matrix lint wheel clean
 
 # in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
@@ -45,15 +50,32 @@ test-frameworks: $(FRAMEWORKS)/.ready
 report: $(READY)
 	$(BIN)/python -m perf --html report.html $(PERF_ARGS)
 
+# Warnings are errors (strict), but not with --quiet, which hides them before they are counted. The second command finds
+# what a page would load from another host. The variable silences an advertisement of the theme
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	$(BIN)/python -m website.check build/site
+
+docs-serve: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
+matrix: $(READY)
+	$(BIN)/python -m catalog.matrix
+
 # mypy and import-linter read an installed copy: only there is backends/ a part of the package
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build
 	$(PIP) --no-deps --no-build-isolation --target build/typed .
-	cp -r catalog perf build/typed
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim -p catalog -p perf
+	cp -r catalog perf website build/typed
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p compiled_optim -p catalog -p perf -p website
 	cd build/typed && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA) vendor.dependabot .github/dependabot.yml
+	$(SCHEMA) vendor.citation-file-format CITATION.cff
 
 wheel: $(READY)
 	rm -rf build
@@ -66,7 +88,7 @@ wheel: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation --editable ".[dev,perf]"
+	$(PIP) --no-build-isolation --editable ".[dev,docs,perf]"
 	touch $@
 
 # unpacked aside, never installed: without CANN, an installed torch_npu makes `import torch` raise

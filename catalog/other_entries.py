@@ -12,6 +12,7 @@ from catalog.refused import BETAS, EPS, LR_AND_DECAY, NAN
 ADAMP = Entry(
     name="AdamP",
     reference=partial(Formula, formula=references.adamp),
+    drop_in_for="adamp.AdamP",
     parity=(
         {},
         {"weight_decay": 0.1, "nesterov": True},

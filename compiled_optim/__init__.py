@@ -8,6 +8,15 @@
 >>> opt.zero_grad()
 """
 
+from importlib.metadata import version
+from importlib.util import find_spec
+
+if find_spec("compiled_optim.backends") is None:
+    raise ImportError(
+        "compiled_optim is imported from its source directory, where compiled_optim.backends is missing; run Python in "
+        "another directory, or install the package with `pip install -e .`"
+    )
+
 from compiled_optim import torch_private  # noqa: F401 # first, because it raises if torch is too old
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
@@ -58,3 +67,5 @@ __all__ = [
     "RuleError",
     "Tensors",
 ]
+
+__version__ = version("compiled_optim")
