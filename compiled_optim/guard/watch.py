@@ -34,12 +34,21 @@ class Watch:
         self._filled: list[dict[str, Any]] = [content for content in contents if content]
         self._empty: list[dict[str, Any]] = [content for content in contents if not content]
         self._keys, self._contents = self._read_keys(), self._read_contents()
+        self._is_complete = True
         self.held = self.read()
 
     def notice(self, params: Collection[Tensor]) -> None:
-        """Record further parameters at their current places. The record of the others does not change."""
-        new = {*params} - {param for param, _ in self.held}
-        self.held = [*self.held, *((param, place) for param, place in self.read() if param in new)]
+        """Record parameters at their current places. The record of the others does not change.
+
+        These parameters may leave the module before the next step. It would then look as it did when it was recorded,
+        so :meth:`holds` returns False until there is a new record.
+        """
+        if self.holds():  # so all its parameters are recorded
+            return
+        new = [(param, place) for param, place in self.read() if param in params]
+        if new:
+            self.held = [*((param, place) for param, place in self.held if param not in params), *new]
+            self._is_complete = False
 
     def read(self) -> Held:
         """Return the parameters that the module holds now.
@@ -58,11 +67,12 @@ class Watch:
     def holds(self) -> bool:
         """Return True if the module and its submodules hold the same objects under the same names as recorded."""
         unchanged = (
-            not any(self._empty)
+            self._is_complete
+            and not any(self._empty)
             and self._read_keys() == self._keys
             and same_objects(self._read_contents(), self._contents)
         )
-        return unchanged or self._is_reshard_pending()
+        return unchanged or (self._is_complete and self._is_reshard_pending())
 
     def _is_reshard_pending(self) -> bool:
         """Return True if only FSDP resharding is pending."""
