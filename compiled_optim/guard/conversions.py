@@ -66,7 +66,8 @@ def _in_same_modules(places: Collection[Place], renamed: dict[int, list[Tensor]]
 
 
 def _is_conversion(old: Tensor, new: Tensor) -> bool:
-    if old.shape != new.shape or not has_memory(old) or not has_memory(new):
+    # one without memory may have no shape either
+    if not has_memory(old) or not has_memory(new) or old.shape != new.shape:
         return False
     kinds = (new, torch.empty(0, device="cpu"))  # the model may have been on the CPU in between
     can_assign = shallow_copy_check()
