@@ -124,7 +124,7 @@ class World(Surgery, StateEdits):
     def cast(self, method: str) -> None:
         # the guard recognises a parameter from another device by its values, and two casts may change them too much.
         # On the test device, which has no addresses, casts there and back cannot be seen
-        if self.is_cast and {self.device().type, self.home} != {"cpu"}:
+        if self.is_cast and {self.device().type, *self.homes} != {"cpu"}:
             return
         self.is_cast = True
         dtype = DTYPES[method]
@@ -136,8 +136,8 @@ class World(Surgery, StateEdits):
         getattr(self.net, method)()
 
     def to(self, device: str) -> None:
-        # moving to the device and back between two steps makes new parameters with equal values: not tested
-        if self.device().type == device or device == self.home == "cpu":
+        # moving from the CPU to the device and back makes new parameters that the guard cannot recognise
+        if self.device().type == device or (device == "cpu" and device in self.homes):
             return
         self.slots()
         before = {name: self.content.pop(self.param(name)) for name in self.names()}

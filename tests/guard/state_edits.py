@@ -94,6 +94,7 @@ class StateEdits(CheckedWorld):
         if new:
             self.optimizer.add_param_group({"params": [(slot.name, self.param(slot.name)) for slot in new]})
             self.new_scheduler()
+            self.homes.add(self.device().type)
             for slot in new:
                 slot.place.group = len(self.optimizer.param_groups) - 1
             added = {slot.place for slot in new}

@@ -29,19 +29,19 @@ def test_mutations(mode, policy):
 
 
 ON_THE_DEVICE = """
-import random
+import random, sys
 from tests import npu_device
 npu_device.install()
 from tests.guard.mutations import World, moves, play
 
+actions = moves(True)
 for seed in range({sequences}):
     choose = random.Random(seed)
-    numbers = len(moves(True))
-    sequence = [(choose.randrange(numbers), choose.randrange(12)) for _ in range(choose.randrange(40))]
+    sequence = [(choose.randrange(len(actions)), choose.randrange(12)) for _ in range(choose.randrange(40))]
     try:
         play(World(False, choose.choice(["recompile", "raise"]), "npu", choose.choice(["tensors", "flat"])), sequence)
     except BaseException:
-        print("failed:", seed, sequence)
+        print("failed:", seed, [(actions[number], place) for number, place in sequence], file=sys.stderr)
         raise
 print("done")
 """

@@ -61,7 +61,7 @@ class CheckedWorld:
         self.disturbed: set[Place] = set()
         self.pocket: nn.Module | None = None
         self.saved: object = None
-        self.home = device
+        self.homes = {device}  # the devices on which the optimizer has seen parameters since the last step
         self.is_moved = self.is_cast = False  # since the last step
         self.new_scheduler()
 
@@ -136,7 +136,7 @@ class CheckedWorld:
         for place in self.content.values():
             place.follow()
         self.disturbed.clear()
-        self.home = self.device().type
+        self.homes = {self.device().type}
         self.is_moved = self.is_cast = False
 
     def refused(self) -> None:
