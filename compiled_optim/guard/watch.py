@@ -49,8 +49,8 @@ class Watch:
             return
         new = [(param, place) for param, place in self.read() if param in params]
         if new:
+            self._is_complete = False  # first, because an interrupt may come in between
             self.held = [*((param, place) for param, place in self.held if param not in params), *new]
-            self._is_complete = False
 
     def read(self) -> Held:
         """Return the parameters that the module holds now.
