@@ -31,7 +31,7 @@ class Search:
         self._given = {param: name for params, names in named for param, name in zip(params, names, strict=False)}
         self._numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
         self._renamed = dict(self._find_renamed())
-        names = message_names(groups, {**self._before, **now}, record.watches, self._renamed)
+        names = message_names(groups, {**self._before, **self._now}, record.watches, self._renamed)
         self._names = dict(zip(all_params(groups), names, strict=True))
 
     def findings(self) -> Findings:
@@ -83,8 +83,9 @@ class Search:
 
     def _conversion(self, param: Tensor, others: Sequence[Tensor]) -> Move:
         """Return the move of a parameter that has become a new object, or several if it was tied."""
-        name, before, after = self._names[param], self._record.seen[param], list(map(Description.from_tensor, others))
-        change = compare(name, before, after[0]) or replacement(name, before, after)
+        name, before = self._names[param], self._record.seen.get(param)
+        after = list(map(Description.from_tensor, others))
+        change = None if before is None else compare(name, before, after[0]) or replacement(name, before, after)
         adopted = [(self._adopted_name(param, other, i == 0), other) for i, other in enumerate(others)]
         return Move(change, self._numbers[param], param, False, adopted, others)
 
@@ -129,7 +130,8 @@ class Search:
         return any((key, place.leaf) in before for place in self._found[other] for key in place.keys)
 
     def _name(self, param: Tensor) -> str:
-        return place_name(self._found.get(param, self._now[param])[0], self._record.watches)
+        places = self._found if param in self._found else self._now
+        return place_name(places[param][0], self._record.watches)
 
     def _quoted(self, param: Tensor) -> str:
         return f"parameter {self._name(param)!r}"

@@ -74,6 +74,31 @@ def test_a_parameter_is_renamed_and_converted(edit, edited_first):
     assert len(names_in(optimizer)) == 7
 
 
+def test_parameters_without_names_are_converted():
+    net = Net()
+    optimizer = co.AdamW(net.parameters(), lr=0.1, compile=False)
+    optimizer.watch(net)
+    backward(net, 0)
+    optimizer.step()
+    rename_parameter(net)
+    net.double()
+    backward_in_double(net, 1)
+    optimizer.step()
+    assert {id(param) for param in params_of(optimizer)} == {id(param) for param in net.parameters()}
+    assert [int(optimizer.state[param]["step"]) for param in net.parameters()] == [2] * 7
+
+
+def test_a_lazy_parameter_gets_memory_and_is_converted():
+    net = nn.Sequential(nn.LazyLinear(2))
+    optimizer = co.AdamW(net, lr=0.1, compile=False, on_realloc="raise")
+    net(torch.ones(1, 3))
+    net.double()
+    backward_in_double(net, 0)
+    optimizer.step()
+    assert [id(param) for param in params_of(optimizer)] == [id(param) for param in net.parameters()]
+    assert optimizer.explain().events == ()
+
+
 def test_the_error_has_the_new_name():
     net, optimizer = trained("raise")
     net.layers.insert(0, linear())
