@@ -24,7 +24,7 @@ from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
 from compiled_optim.engine.rule_validation import check_group, check_own_norm
-from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype, check_storage, uses_seed
+from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype, check_storage
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.saving import MAX_NORMS, SavedOptimizer, torch_method
 from compiled_optim.stepper import Stepper
@@ -162,13 +162,15 @@ class Optimizer(SavedOptimizer):
         group = self.param_groups[-1]
         try:
             self._check_storage(group)
-            averages.check_average(type(self).__name__, group, self.counts_steps)
+            averages.check_average(group)
             check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
+        if averages.needs_step_counts(group):
+            self.counts_steps = True
         self._stepper.tracker.add(group["params"])
         if self._backward is not None:
             self._backward.attach(self.param_groups)
@@ -275,8 +277,6 @@ class Optimizer(SavedOptimizer):
             return
         check_storage(type(self).__name__, group, self.row(group, 1).variant.states, self.nonnegative)
         self._stepper.check_storage(group)
-        if uses_seed(group):
-            self.counts_steps = True  # the random bits of a step depend on its number
 
     def _follow_modules(self) -> None:
         """Follow parameters that a watched module has replaced, unless a step has to report them."""

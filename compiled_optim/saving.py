@@ -13,9 +13,9 @@ from torch import Tensor
 
 from compiled_optim.backward import BackwardSteps
 from compiled_optim.engine import checkpoint
+from compiled_optim.engine.averages import needs_step_counts
 from compiled_optim.engine.rule import Rule, all_params
 from compiled_optim.engine.states import with_own_memory
-from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.engine.stored_states import has_quantized, in_full_precision
 from compiled_optim.engine.tensor_types import is_dtensor
 from compiled_optim.options import Settings
@@ -142,7 +142,7 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
             self.defaults.pop("differentiable", None)  # which torch has just added
         for group in self.param_groups:
             group.update(checkpoint.complete_group(self, self.defaults, group))
-        self.counts_steps = type(self).counts_steps or any(map(uses_seed, self.param_groups))
+        self.counts_steps = type(self).counts_steps or any(map(needs_step_counts, self.param_groups))
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
             self._start(unscales, in_backward)
             self._stepper.tracker.add(all_params(self.param_groups))

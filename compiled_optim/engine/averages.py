@@ -10,19 +10,21 @@ from torch import Tensor
 
 from compiled_optim.engine.rule import Group, all_params
 from compiled_optim.engine.states import State
+from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.program import EMA, EMA_DECAY
 
 
-def check_average(optimizer: str, group: Group, counts_steps: bool) -> None:
+def needs_step_counts(group: Group) -> bool:
+    """Return True if the options of a group depend on the step: the warm-up of an average, or random rounding."""
+    return bool(group.get("ema_warmup")) or uses_seed(group)
+
+
+def check_average(group: Group) -> None:
     """Raise ValueError if the options of an average are out of range."""
     decay = group.get(EMA_DECAY)
     if decay is not None and not 0.0 <= decay < 1.0:
         raise ValueError(f"Invalid ema_decay value: {decay}; it must be at least 0 and below 1")
-    if group.get("ema_warmup") and not counts_steps:
-        raise ValueError(
-            f"{optimizer} does not count steps, so it has no ema_warmup; set group['ema_decay'] in each step"
-        )
 
 
 @contextmanager

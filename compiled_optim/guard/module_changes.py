@@ -10,7 +10,7 @@ The place of a parameter is an attribute of a submodule. If that submodule is go
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -66,8 +66,9 @@ class Place:
 
     @property
     def leaf(self) -> str:
-        """The last part of the name."""
-        return self.name.rpartition(".")[2]
+        """The last part of the name. It is ``weight`` for the only tensor from which ``weight`` is computed."""
+        leaf = self.name.rpartition(".")[2]
+        return unparametrized(self.name).rpartition(".")[2] if leaf == "original" else leaf
 
     @property
     def keys(self) -> set[Key]:
@@ -75,7 +76,7 @@ class Place:
         return {self.attribute, self.path}
 
 
-Places = Mapping[Tensor, Sequence[Place]]
+Places = dict[Tensor, list[Place]]
 """Parameters and their places; a tied parameter has several."""
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from compiled_optim.engine.rule import Group, all_params
-from compiled_optim.engine.tensor_types import has_memory, local_shard
+from compiled_optim.engine.tensor_types import has_memory
 from compiled_optim.guard.change import Description, addition, compare, removal, replacement, tie
-from compiled_optim.guard.module_changes import Holders, Places, compare_modules
+from compiled_optim.guard.conversions import find_conversions
+from compiled_optim.guard.module_changes import Holders, Place, Places, compare_modules
 from compiled_optim.guard.moves import Findings, Move
 from compiled_optim.guard.names import follow_name, message_names, names_of, place_name
 from compiled_optim.guard.record import Record, Vacancy
-from compiled_optim.torch_private import shallow_copy_check
 
 
 class Search:
@@ -22,22 +21,28 @@ class Search:
 
     def __init__(self, record: Record, groups: Sequence[Group], now: Places) -> None:
         self._record, self._groups = record, groups
-        self._before, self._now = record.places(), now
+        self._before, self._found = record.places(), now
+        self._modules = record.submodules()
+        self._converted = find_conversions(
+            self._before, now, Holders(now, self._modules), {param for group in groups for param in group["params"]}
+        )
+        self._now = _with_originals(now, self._converted)
         named = [(group["params"], names_of(group) or ()) for group in groups]
         self._given = {param: name for params, names in named for param, name in zip(params, names, strict=False)}
         self._numbers = {param: number for number, group in enumerate(groups) for param in group["params"]}
         self._renamed = dict(self._find_renamed())
-        names = message_names(groups, {**self._before, **now}, record.watches, self._renamed)
+        names = message_names(groups, {**self._before, **self._now}, record.watches, self._renamed)
         self._names = dict(zip(all_params(groups), names, strict=True))
 
     def findings(self) -> Findings:
         """Return all that has changed."""
         vacant = [vacancy for vacancy in self._record.vacant if vacancy.group < len(self._groups)]
-        holders = Holders(self._now, self._record.submodules())
+        holders = Holders(self._now, self._modules)
         places = [vacancy.places for vacancy in vacant]
         changes = compare_modules(self._before, self._now, holders, list(self._names), places)
         moves = [move for param, others in changes.replaced.items() for move in self._replaced(param, others)]
         moves += [self._removed(param, other) for param, other in changes.removed.items()]
+        moves += [self._conversion(param, others) for param, others in self._converted.items() if param in self._names]
         moves += self._reallocated({move.param for move in moves if not move.stays})
         order: dict[Tensor | None, int] = {param: i for i, param in enumerate(self._names)}
         moves.sort(key=lambda move: order[move.param])
@@ -74,9 +79,15 @@ class Search:
                 replacement(self._quoted(other), before, [new]) for other, new in zip(others, after, strict=True)
             ]
             return [Move(change, number, param, True, [each]) for change, each in zip(changes, adopted, strict=True)]
-        heirs = [other for other in others if self._shares_place(param, other) and _is_conversion(param, other)]
-        change = compare(self._names[param], before, after[0]) if heirs and after[0] is not None else None
-        return [Move(change or replacement(self._names[param], before, after), number, param, False, adopted, heirs)]
+        return [Move(replacement(self._names[param], before, after), number, param, False, adopted)]
+
+    def _conversion(self, param: Tensor, others: Sequence[Tensor]) -> Move:
+        """Return the move of a parameter that has become a new object, or several if it was tied."""
+        name, before = self._names[param], self._record.seen.get(param)
+        after = list(map(Description.from_tensor, others))
+        change = None if before is None else compare(name, before, after[0]) or replacement(name, before, after)
+        adopted = [(self._adopted_name(param, other, i == 0), other) for i, other in enumerate(others)]
+        return Move(change, self._numbers[param], param, False, adopted, others)
 
     def _removed(self, param: Tensor, other: Tensor | None) -> Move:
         """Return the move of a parameter that is gone, and at whose place there is no new one."""
@@ -108,42 +119,32 @@ class Search:
         given = self._given.get(param)
         if given is None:
             return self._name(other)
-        name = follow_name(given, self._before[param], self._now[other])
-        if name is None and is_first and param not in self._now and self._shares_place(param, other):
+        name = follow_name(given, self._before[param], self._found[other])
+        if name is None and is_first and param not in self._found and self._shares_place(param, other):
             return given  # a name that the user has chosen
         return name or self._name(other)
 
     def _shares_place(self, param: Tensor, other: Tensor) -> bool:
         """Return True if a new parameter is at a place of the old one, without being a part of a parametrization."""
         before = {(key, place.leaf) for place in self._before[param] for key in place.keys}
-        return any((key, place.leaf) in before for place in self._now[other] for key in place.keys)
+        return any((key, place.leaf) in before for place in self._found[other] for key in place.keys)
 
     def _name(self, param: Tensor) -> str:
-        return place_name(self._now[param][0], self._record.watches)
+        places = self._found if param in self._found else self._now
+        return place_name(places[param][0], self._record.watches)
 
     def _quoted(self, param: Tensor) -> str:
         return f"parameter {self._name(param)!r}"
 
 
+def _with_originals(now: Places, converted: Mapping[Tensor, Sequence[Tensor]]) -> Places:
+    """Return the places of parameters, with a parameter instead of the new objects that it was converted into."""
+    originals = {new: old for old, others in converted.items() for new in others}
+    found: dict[Tensor, list[Place]] = {}
+    for param, places in now.items():
+        found.setdefault(originals.get(param, param), []).extend(places)
+    return found
+
+
 def _description(param: Tensor) -> Description | None:
     return Description.from_tensor(param) if has_memory(param) else None
-
-
-def _is_conversion(old: Tensor, new: Tensor) -> bool:
-    """Return True if a module converted its parameter (``.to(...)``, ``.half()``) into a new object.
-
-    A module does so if ``p.data = ...`` is not possible between the old and the new kind of tensor, as between the CPU
-    and some other devices, or if ``set_overwrite_module_params_on_conversion`` is set. A conversion is recognised by
-    the values: they are the old ones, possibly rounded to a lower precision.
-    """
-    if not has_memory(new):
-        return False
-    kinds = (new, torch.empty(0, device="cpu"))  # the model may have been on the CPU in between
-    can_assign = shallow_copy_check()
-    in_place = all(can_assign(old, kind) for kind in kinds)
-    if old.shape != new.shape or (in_place and not torch.__future__.get_overwrite_module_params_on_conversion()):
-        return False
-    old, new = local_shard(old), local_shard(new)
-    moved = old.to(new.device)
-    ways = (new.dtype, torch.float16, torch.bfloat16, torch.float32)
-    return any(torch.equal(moved.to(way).to(new.dtype), new) for way in ways)

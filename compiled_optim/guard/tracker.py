@@ -34,14 +34,14 @@ class Tracker:
         """Watch a module; record its new parameters if it is watched already."""
         for watch in self.record.watches:
             if watch.module is module:
-                watch.notice([param for param, _ in watch.read()])
+                watch.notice({param for param, _ in watch.read()} - {param for param, _ in watch.held})
                 return
         self.record = self.record._replace(watches=(*self.record.watches, Watch(module)))
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Start to track parameters."""
         for watch in self.record.watches:
-            watch.notice(params)
+            watch.notice({*params})
         self.record = self.record._replace(seen={**describe(params), **self.record.seen})
 
     def copy_from(self, original: Tracker, memo: dict[int, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ Held = Sequence[tuple[Tensor, Place]]
 """The parameters of a module and their places, in order. A tied parameter has several places."""
 
 _values = methodcaller("values")
+_dicts = attrgetter("_parameters", "_modules")
 
 
 class Watch:
@@ -30,16 +31,26 @@ class Watch:
         """Record a module; ``before`` is the last record of it."""
         self.module = module
         self.held = before
-        contents = [content for each in module.modules() for content in (each._parameters, each._modules)]
-        self._filled: list[dict[str, Any]] = [content for content in contents if content]
-        self._empty: list[dict[str, Any]] = [content for content in contents if not content]
+        self._submodules = list(module.modules())
+        self._all = self._read_dicts()
+        self._filled = [content for content in self._all if content]
+        self._empty = [content for content in self._all if not content]
         self._keys, self._contents = self._read_keys(), self._read_contents()
+        self._is_complete = True
         self.held = self.read()
 
     def notice(self, params: Collection[Tensor]) -> None:
-        """Record further parameters at their current places. The record of the others does not change."""
-        new = {*params} - {param for param, _ in self.held}
-        self.held = [*self.held, *((param, place) for param, place in self.read() if param in new)]
+        """Record parameters at their current places. The record of the others does not change.
+
+        These parameters may leave the module before the next step. It would then look as it did when it was recorded,
+        so :meth:`holds` returns False until there is a new record.
+        """
+        if self.holds():  # so all its parameters are recorded
+            return
+        new = [(param, place) for param, place in self.read() if param in params]
+        if new:
+            self._is_complete = False  # first, because an interrupt may come in between
+            self.held = [*((param, place) for param, place in self.held if param not in params), *new]
 
     def read(self) -> Held:
         """Return the parameters that the module holds now.
@@ -58,11 +69,13 @@ class Watch:
     def holds(self) -> bool:
         """Return True if the module and its submodules hold the same objects under the same names as recorded."""
         unchanged = (
-            not any(self._empty)
+            self._is_complete
+            and same_objects(self._read_dicts(), self._all)  # del list[i] makes a new dict
+            and not any(self._empty)
             and self._read_keys() == self._keys
             and same_objects(self._read_contents(), self._contents)
         )
-        return unchanged or self._is_reshard_pending()
+        return unchanged or (self._is_complete and self._is_reshard_pending())
 
     def _is_reshard_pending(self) -> bool:
         """Return True if only FSDP resharding is pending."""
@@ -71,6 +84,9 @@ class Watch:
             return False
         now, places = self.read(), [place for _, place in self.held]
         return [place for _, place in now] == places and same_objects([param for param, _ in now], params)
+
+    def _read_dicts(self) -> list[dict[str, Any]]:
+        return list(chain.from_iterable(map(_dicts, self._submodules)))
 
     def _read_keys(self) -> list[str]:
         return list(chain.from_iterable(self._filled))

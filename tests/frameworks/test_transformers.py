@@ -111,3 +111,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, saved_by, resumed_by, t
     assert_same_run(resumed, expected)
     if saved_by is resumed_by:
         assert all(map(torch.equal, resumed.end, whole.end))
+
+
+@pytest.mark.parametrize("case", ["plain", "bf16"])
+def test_steps_during_backward(case, tmp_path):
+    ours = trained(CASES[case], lambda model: OURS(model, in_backward=True, **OPTIONS), tmp_path)
+    theirs = trained(CASES[case], lambda model: THEIRS(model.parameters(), **OPTIONS), tmp_path)
+    assert_same_run(ours, theirs)
+
+
+def test_steps_during_backward_refuse_accumulation_by_the_trainer(tmp_path):
+    """The second backward of an iteration would step again."""
+    with pytest.raises(RuntimeError, match=r"accumulate\(\)"):
+        trained(CASES["accumulation"], lambda model: OURS(model, in_backward=True, **OPTIONS), tmp_path)

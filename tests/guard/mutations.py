@@ -1,39 +1,42 @@
 """What users do to a module and its optimizer between two steps, for fuzzing the guard.
 
 Each mutation is done twice: to the module as a user would do it, and to its expected content (``place.Place``) as the
-documentation says.
+documentation says. This module has those of gradients, values and memory; ``surgery`` has those of the structure of the
+module, and ``state_edits`` those of the optimizer.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
+from . import state_edits, surgery
 from .place import DTYPES, Place
-from .world import CheckedWorld
+from .state_edits import StateEdits
+from .surgery import Surgery
 
 
-class World(CheckedWorld):
+class World(Surgery, StateEdits):
     """A world with one method for each mutation."""
 
     def backward(self, skip: str = "") -> None:
         """Assign new gradients, views of one flat buffer as with DDP; the parameter ``skip`` gets none."""
         names = [name for name in self.names() if name != skip]
+        self.slots()
         for name in self.names():
-            self.param(name).grad = self.places[name].grad = None
+            self.param(name).grad = self.place(name).grad = None
         for dtype in dict.fromkeys(self.param(name).dtype for name in names):
             of_dtype = [name for name in names if self.param(name).dtype == dtype]
             bucket = self.random((sum(self.param(name).numel() for name in of_dtype),), dtype)
             for name, grad in zip(of_dtype, bucket.split([self.param(n).numel() for n in of_dtype]), strict=True):
                 param = self.param(name)
                 param.grad = grad.view(param.shape).to(param.device)
-                self.places[name].grad = grad.view(param.shape).clone()
+                self.place(name).grad = grad.view(param.shape).clone()
 
     def odd_gradient(self, name: str) -> None:
-        """Assign a gradient with other strides and another dtype."""
+        """Assign a gradient with other strides."""
         param = self.param(name)
         grad = self.random(tuple(reversed(param.shape)))
         odd = grad.permute(*reversed(range(param.ndim)))
@@ -41,22 +44,25 @@ class World(CheckedWorld):
             odd = odd.contiguous()
         param.grad = None
         param.grad = odd.to(param.device, param.dtype)
-        self.places[name].grad = odd.to(param.dtype)
+        self.place(name).grad = odd.to(param.dtype)
 
     def no_gradient(self, name: str) -> None:
-        self.param(name).grad = self.places[name].grad = None
+        self.param(name).grad = self.place(name).grad = None
 
     def values_in_place(self, name: str) -> None:
-        if name in self.disturbed:  # the guard recognises a parameter moved to another device by its values
-            return
-        with torch.no_grad():
-            self.param(name).mul_(0.5).add_(0.25)
-        self.places[name].value = (self.places[name].value * 0.5).add_(0.25)
+        if not self.is_moved:  # the guard recognises a parameter moved to another device by its values
+            with torch.no_grad():
+                self.param(name).mul_(0.5).add_(0.25)
+            self.place(name).value.mul_(0.5).add_(0.25)
 
     def new_data(self, name: str) -> None:
         if self.param(name).device.type == "cpu":  # tensors of the test device have no address
             self.param(name).data = self.param(name).data.clone()
-            self.disturbed.add(name)
+            self.note_move(name)
+
+    def note_move(self, name: str) -> None:
+        self.disturbed.add(self.place(name))
+        self.place(name).move()
 
     def new_shape(self, name: str) -> None:
         param = self.param(name)
@@ -64,8 +70,11 @@ class World(CheckedWorld):
         value = self.random(shape, param.dtype)
         param.grad = None
         param.data = value.to(param.device)
-        self.places[name].start_afresh(value)
-        self.disturbed.add(name)
+        if self.is_moved:  # a new object that cannot be recognised: a new parameter
+            self.content[param] = Place(value)
+        else:
+            self.place(name).start_afresh(value)
+            self.disturbed.add(self.place(name))
 
     def resize(self, name: str) -> None:
         """Resize the storage: its memory moves, but shape and values do not change."""
@@ -73,135 +82,82 @@ class World(CheckedWorld):
         if param.device.type == "cpu":
             before = self.addresses()
             param.data.untyped_storage().resize_(param.untyped_storage().nbytes() + 8)
-            self.disturbed |= self.moved_since(before)
+            self.note_moved(before)
 
     def addresses(self) -> dict[str, int]:
         return {name: self.param(name).data_ptr() for name in self.names()}
 
-    def moved_since(self, before: dict[str, int]) -> set[str]:
-        """Return the parameters that have other addresses than before. Those in a flat buffer move together."""
-        return {name for name, address in self.addresses().items() if before[name] != address}
+    def note_moved(self, before: dict[str, int]) -> None:
+        """Note the parameters that have other addresses than before. Those in a flat buffer move together."""
+        moved = {name for name, address in self.addresses().items() if before[name] != address}
+        self.disturbed |= set(map(self.place, moved))
 
     def transposed_data(self, name: str) -> None:
         param = self.param(name)
         if param.ndim > 1 and param.device.type == "cpu":
             param.data = param.data.transpose(0, 1).contiguous().transpose(0, 1).clone()
-            self.disturbed.add(name)
+            self.note_move(name)
+
+    def overlap(self) -> None:
+        """Let two parameters share a part of their memory."""
+        pairs = [module for module in self.net.modules() if type(module).__name__ == "Pair"]
+        params = [param for module in pairs for param in module.parameters()]
+        if len(params) != 2 or self.is_moved or self.device().type != "cpu":
+            return
+        if params[0].dtype != params[1].dtype or any(param.shape != (6,) for param in params):
+            return
+        values = self.random((9,), params[0].dtype)
+        memory = values.clone()
+        places = [self.content[param] for param in params]
+        for param, place, part in zip(params, places, (slice(0, 6), slice(3, 9)), strict=True):
+            param.data = memory[part]
+            place.value = values[part]
+            place.tolerance = max(each.tolerance for each in places)
+        self.disturbed |= {*places}
 
     def memory_format(self) -> None:
         if self.device().type == "cpu":
             before = self.addresses()
             self.net.to(memory_format=torch.channels_last)
-            self.disturbed |= self.moved_since(before)
+            self.note_moved(before)
 
     def cast(self, method: str) -> None:
-        # the guard recognises a parameter moved between devices by its values; casts there and back may leave them
-        # unchanged, or change them too much
-        if self.disturbed and {self.device().type, self.home} != {"cpu"}:
+        # the guard recognises a parameter from another device by its values, and two casts may change them too much.
+        # On the test device, which has no addresses, casts there and back cannot be seen
+        if self.is_cast and {self.device().type, *self.homes} != {"cpu"}:
             return
+        self.is_cast = True
         dtype = DTYPES[method]
+        self.slots()
         for name in self.names():
             if self.param(name).dtype != dtype:
-                self.disturbed.add(name)
-                self.places[name].cast(dtype)
+                self.disturbed.add(self.place(name))
+                self.place(name).cast(dtype)
         getattr(self.net, method)()
 
-    def replace(self, name: str) -> None:
-        old = self.param(name)
-        value = self.random(old.shape, old.dtype)
-        self.set(name, nn.Parameter(value.to(old.device)))
-        self.places[name].start_afresh(value)
-        self.disturbed.add(name)
-
-    def remove(self, name: str) -> None:
-        if self.policy == "raise":  # the error would name it, and refused() expects the names in disturbed
-            return
-        if len(self.names()) > 1:
-            self.set(name, None)
-            place = self.places[name]
-            place.start_afresh(torch.zeros(place.value.shape, dtype=place.value.dtype))
-
-    def put_back(self, name: str) -> None:
-        """Add a parameter where one was removed, after a step that notices the removal."""
-        if self.get(name) is None:
-            self.step()
-            place = self.places[name]
-            device = self.device()
-            value = self.random(place.value.shape, place.value.dtype)
-            self.set(name, nn.Parameter(value.to(device)))
-            place.start_afresh(value)
-
-    def save(self) -> None:
-        if self.copyable() and not self.disturbed and all(self.get(name) is not None for name in self.places):
-            self.saved = copy.deepcopy((self.optimizer.state_dict(), self.places, self.net.state_dict()))
-
-    def load(self) -> None:
-        """Load an earlier checkpoint, if the parameters still have its dtype and shape."""
-        if self.saved is None or self.disturbed or any(self.get(name) is None for name in self.places):
-            return
-        state_dict, places, values = copy.deepcopy(self.saved)
-        if places.keys() != self.places.keys() or any(
-            self.param(name).shape != places[name].value.shape or self.param(name).dtype != places[name].value.dtype
-            for name in self.places
-        ):
-            return
-        self.net.load_state_dict(values)
-        self.optimizer.load_state_dict(state_dict)
-        for name, place in places.items():
-            place.grad = self.places[name].grad
-            self.places[name] = place
-
-    def move_states(self, name: str) -> None:
-        """Replace one state tensor by a new object, and assign new memory to another through ``.data``."""
-        state = self.optimizer.state.get(self.param(name), {})
-        if "exp_avg" in state and not self.disturbed and self.param(name).device.type == "cpu":
-            state["exp_avg"] = state["exp_avg"] * 1.5
-            state["exp_avg_sq"].data = state["exp_avg_sq"].data * 2
-            place = self.places[name]
-            place.states["exp_avg"] = place.states["exp_avg"] * 1.5
-            place.states["exp_avg_sq"] = place.states["exp_avg_sq"] * 2
-
-    def copied(self) -> None:
-        if self.policy == "raise" or not self.copyable():
-            return
-        lr = [group["lr"] for group in self.optimizer.param_groups]
-        self.net, self.optimizer = copy.deepcopy((self.net, self.optimizer))
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        assert [group["lr"] for group in self.optimizer.param_groups] == lr
-        for name in self.names():  # deepcopy of a parameter does not copy its gradient
-            grad = self.param(name).grad
-            self.places[name].grad = None if grad is None else grad.detach().cpu().clone()
-
-    def schedule(self) -> None:
-        self.scheduler.step()
-
-    def add_group(self) -> None:
-        if "extra" not in self.net:
-            self.net["extra"] = nn.Linear(2, 2).to(self.device(), next(self.net.parameters()).dtype)
-            self.optimizer.add_param_group({"params": list(self.net["extra"].named_parameters("extra"))})
-            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-            number = len(self.optimizer.param_groups) - 1
-            for name, param in self.net["extra"].named_parameters("extra"):
-                self.places[name] = Place(param, number)
-
     def to(self, device: str) -> None:
-        # moving to the device and back between two steps makes new parameters with equal values: not tested
-        if self.device().type != device and not device == self.home == "cpu":
-            self.net.to(device)
-            self.disturbed |= set(self.names())
+        # moving from the CPU to the device and back makes new parameters that the guard cannot recognise
+        if self.device().type == device or (device == "cpu" and device in self.homes):
+            return
+        self.slots()
+        before = {name: self.content.pop(self.param(name)) for name in self.names()}
+        self.net.to(device)
+        self.is_moved = True
+        for name, place in before.items():
+            self.content[self.param(name)] = place
+            place.move()
+        self.disturbed |= {*before.values()}
 
 
-WITHOUT_ARGUMENT: list[Callable[[World], None]] = [
+MUTATIONS: list[Callable[[World], None]] = [
     World.step,
     World.backward,
+    World.overlap,
     World.memory_format,
-    World.save,
-    World.load,
-    World.copied,
-    World.schedule,
-    World.add_group,
+    *surgery.EDITS,
+    *state_edits.EDITS,
 ]
-WITH_NAME: list[Callable[[World, str], None]] = [
+NAMED_MUTATIONS: list[Callable[[World, str], None]] = [
     World.backward,
     World.odd_gradient,
     World.no_gradient,
@@ -210,31 +166,33 @@ WITH_NAME: list[Callable[[World, str], None]] = [
     World.new_shape,
     World.resize,
     World.transposed_data,
-    World.replace,
-    World.remove,
-    World.put_back,
-    World.move_states,
+    *surgery.NAMED_EDITS,
+    *state_edits.NAMED_EDITS,
 ]
-PLACES = ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]
+CASTS = [*DTYPES]
+DEVICES = ["cpu", "npu"]
+Move = tuple[Callable[..., None], Any]
+"""A mutation, and its argument: the number of a parameter for one of ``NAMED_MUTATIONS``, or None for no argument."""
 
 
-def play(world: World, moves: list[tuple[int, int]]) -> None:
-    """Apply the mutations between a first and two last steps; a move is the number of a mutation and of a place."""
-    actions = [(mutation, ()) for mutation in WITHOUT_ARGUMENT]
-    actions += [(mutation, (None,)) for mutation in WITH_NAME]
-    actions += [(World.cast, (method,)) for method in DTYPES]
-    if world.device().type != "cpu":
-        actions += [(World.to, (device,)) for device in ("cpu", "npu", "cpu", "npu")]
+def moves(devices: bool) -> list[Move]:
+    """Return all mutations with their arguments, except the numbers of parameters."""
+    found: list[Move] = [(mutation, ()) for mutation in (*MUTATIONS, World.step, World.step, World.backward)]
+    found += [(mutation, None) for mutation in NAMED_MUTATIONS]
+    found += [(World.cast, (method,)) for method in CASTS]
+    return found + [(World.to, (device,)) for device in DEVICES * 3 if devices]
+
+
+def play(world: World, sequence: Sequence[tuple[int, int]]) -> None:
+    """Apply mutations between a first and two last steps; each is given by its number and that of a parameter."""
+    actions = moves(world.device().type != "cpu")
     world.backward()
     world.step()
-    for number, place in moves:
+    for number, place in sequence:
         mutation, arguments = actions[number % len(actions)]
-        if arguments == (None,):
-            name = PLACES[place % len(PLACES)]
-            if world.get(name) is None and mutation is not World.put_back:
-                continue
-            arguments = (name,)
-        mutation(world, *arguments)
+        names = world.names()
+        mutation(world, *((names[place % len(names)],) if arguments is None else arguments))
+        world.slots()
     world.backward()
     world.step()
     world.step()

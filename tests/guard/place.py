@@ -1,4 +1,4 @@
-"""The expected content of one attribute of a module: its value, its states and its step count.
+"""The expected content of one parameter of a module: its value, its states and its step count.
 
 A step here is one step of torch.optim.AdamW on one parameter, in float32 or better, rounded to the parameter's dtype.
 It knows nothing of batches, plans, addresses or guards.
@@ -16,9 +16,13 @@ TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, to
 
 
 class Place:
-    """The expected content of one attribute of the module."""
+    """The expected content of one parameter.
 
-    def __init__(self, value: Tensor, group: int) -> None:
+    ``group`` is the number of its group; None if the optimizer does not have it. ``value`` may be a part of the value
+    of another parameter, so it is changed in place where the parameter is.
+    """
+
+    def __init__(self, value: Tensor, group: int | None = None) -> None:
         self.value = value.detach().cpu().clone()
         self.group = group
         self.grad: Tensor | None = None
@@ -32,6 +36,10 @@ class Place:
         self.grad = None if self.grad is None else self.grad.to(dtype)
         self.tolerance = max(self.tolerance, TOLERANCES[dtype])
 
+    def move(self) -> None:
+        """Give the value memory of its own."""
+        self.value = self.value.clone()
+
     def follow(self) -> None:
         """Cast the states to the new dtype, as the first step after the cast does."""
         self.states = {
@@ -43,20 +51,24 @@ class Place:
     def start_afresh(self, value: Tensor) -> None:
         self.__init__(value, self.group)
 
+    def forget(self) -> None:
+        """Drop the states."""
+        self.states, self.steps = {}, 0
+
     def step(self, lr: float) -> None:
         if self.grad is None:
             return
         wide = torch.promote_types(self.value.dtype, torch.float32)
-        param = nn.Parameter(self.value.to(wide))
+        param = nn.Parameter(self.value.to(wide, copy=True))
         param.grad = self.grad.to(wide)
         optimizer = torch.optim.AdamW([param], **{**OPTIONS, "lr": lr}, foreach=False)
         if self.states:
-            states = {name: state.to(wide) for name, state in self.states.items()}
+            states = {name: state.to(wide, copy=True) for name, state in self.states.items()}
             optimizer.state[param] = {"step": torch.tensor(float(self.steps)), **states}
         optimizer.step()
         dtypes = {name: state.dtype for name, state in self.states.items()}
         self.steps += 1
-        self.value = param.detach().to(self.value.dtype)
+        self.value.copy_(param.detach())
         self.states = {
             name: optimizer.state[param][name].to(dtypes.get(name, self.value.dtype)).clone() for name in MOMENTS
         }

@@ -81,6 +81,21 @@ def test_an_edit_and_its_reverse_are_no_change():
     assert optimizer.explain().events == ()
 
 
+@pytest.mark.parametrize("container", ["layers", "seq"])
+def test_an_edit_after_one_that_was_reversed(container):
+    """``pop`` and ``del`` give the container a new dict of its layers, also if the names are those of before."""
+    net, optimizer = watched()
+    layers = net.get_submodule(container)
+    count = len(layers)
+    layers.append(linear())
+    del layers[-1]
+    for _ in range(2):  # with and without a step in between
+        layers.insert(0, linear())
+        optimizer.step()
+    names = [name for name in names_in(optimizer) if name.startswith(container)]
+    assert names == [f"{container}.{i + 2}.weight" for i in range(count)]
+
+
 def test_a_removed_layer_comes_back():
     """The same object is a new parameter, because the optimizer has dropped its state."""
     net, optimizer = watched()

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.helpers import run_python
 
-from .mutations import World, play
+from .mutations import World, moves, play
 
 # set GUARD_FUZZ=2000 for a thorough run
 SEQUENCES = int(os.environ.get("GUARD_FUZZ", "40"))
-MOVES = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=25)
+MOVES = st.lists(st.tuples(st.integers(0, len(moves(False)) - 1), st.integers(0, 11)), max_size=40)
 
 
 @pytest.mark.parametrize("policy", ["recompile", "raise"])
@@ -22,25 +22,26 @@ MOVES = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=25)
 def test_mutations(mode, policy):
     @settings(max_examples=SEQUENCES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(MOVES)
-    def run(moves):
-        play(World(mode == "compiled", policy, layout="flat" if mode == "flat" else None), moves)
+    def run(sequence):
+        play(World(mode == "compiled", policy, layout="flat" if mode == "flat" else None), sequence)
 
     run()
 
 
 ON_THE_DEVICE = """
-import random
+import random, sys
 from tests import npu_device
 npu_device.install()
-from tests.guard.mutations import World, play
+from tests.guard.mutations import World, moves, play
 
+actions = moves(True)
 for seed in range({sequences}):
     choose = random.Random(seed)
-    moves = [(choose.randrange(40), choose.randrange(4)) for _ in range(choose.randrange(25))]
+    sequence = [(choose.randrange(len(actions)), choose.randrange(12)) for _ in range(choose.randrange(40))]
     try:
-        play(World(False, choose.choice(["recompile", "raise"]), "npu", choose.choice(["tensors", "flat"])), moves)
+        play(World(False, choose.choice(["recompile", "raise"]), "npu", choose.choice(["tensors", "flat"])), sequence)
     except BaseException:
-        print("failed:", seed, moves)
+        print("failed:", seed, [(actions[number], place) for number, place in sequence], file=sys.stderr)
         raise
 print("done")
 """

@@ -181,9 +181,30 @@ def test_a_decay_out_of_range_is_refused(decay):
         co.AdamW(model(), ema_decay=decay)
 
 
-def test_a_warm_up_needs_step_counts():
-    with pytest.raises(ValueError, match="SGD does not count steps"):
-        co.SGD(model(), ema_decay=0.9, ema_warmup=True)
+@pytest.mark.parametrize("name", ["SGD", "Lion"])
+def test_the_warm_up_of_rules_that_count_no_steps(name, compiled):
+    """They count steps then. torch's average has the same decays, in a function that counts its calls."""
+    net, twin = model(), model()
+    optimizer = getattr(co, name)(net, lr=0.05, compile=compiled, ema_decay=DECAY, ema_warmup=True)
+    reference = getattr(torch.optim, name, getattr(co, name))(twin.parameters(), lr=0.05)
+
+    def average_step(averaged, current, steps_before):  # not called in the first step: torch copies the weights then
+        step = int(steps_before) + 1
+        torch._foreach_lerp_(averaged, current, 1 - min(DECAY, step / (step + 9)))
+
+    average = AveragedModel(twin, multi_avg_fn=average_step)
+    train(net, optimizer, steps=range(4))
+    train(twin, reference, average, steps=range(4))
+    # a copy and a checkpoint go on counting
+    net, optimizer = copy.deepcopy((net, optimizer))
+    fresh = getattr(co, name)(net, lr=0.05, compile=compiled, ema_decay=DECAY, ema_warmup=True)
+    fresh.load_state_dict(optimizer.state_dict())
+    train(net, fresh, steps=range(4, 8))
+    train(twin, reference, average, steps=range(4, 8))
+    assert_near(net.parameters(), twin.parameters())
+    assert_near(averages(net, fresh), average.module.parameters())
+    assert int(fresh.state[net[0].weight]["step"]) == 8
+    assert "step" not in reference.state[twin[0].weight]
 
 
 @pytest.mark.parametrize("name", ["Lamb", "AdamP"])
