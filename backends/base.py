@@ -92,7 +92,8 @@ class BoundArguments(NamedTuple):
 
     ``inv_scale`` is a 0-dim tensor. ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for
     each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH reads it. ``row_segments``
-    has the segment of each row of a flat buffer, and ``mask`` is false for padding. They do not change.
+    has the segment of each row of a flat buffer, and ``mask`` is false for padding. They do not change. ``found_inf``
+    is a 0-dim tensor: if it is not 0, the call changes nothing.
     """
 
     scalars: ScalarRows | None = None
@@ -101,6 +102,7 @@ class BoundArguments(NamedTuple):
     totals: Tensor | None = None
     row_segments: Tensor | None = None
     mask: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def of_row(self, row: int) -> dict[str, Tensor]:
         """Return the arguments that are not None, as tensors by name, with the scalars of one row."""
@@ -242,6 +244,8 @@ class Backend(ABC):
     "flat" moves them into flat buffers. A backend with "flat" takes batches with ``is_flat``."""
     refused_storages: tuple[str, ...] = ()
     """The ways to keep tensors that this backend cannot compile: "8bit" or "stochastic"."""
+    skips_on_device: bool = False
+    """Whether programs that unscale gradients take ``found_inf``, so that the host need not read it."""
     by_address: bool = False
     """Whether calls use only the addresses of tensors, so that these are not viewed in the shapes of the batch."""
 

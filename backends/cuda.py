@@ -29,6 +29,7 @@ class CudaBackend(TableBackend):
     name = "cuda"
     devices = ("cuda",)
     seconds_per_unit = 2.0
+    skips_on_device = True
 
     def available(self) -> Availability:
         """Check torch, the device, Triton and the C compiler, in this order; report the first that is missing."""

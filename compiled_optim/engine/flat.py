@@ -158,7 +158,7 @@ class FlatBucket(BoundBucket):
     def _finish(self, progress: Progress) -> None:
         """Count the step. The call can be repeated."""
         self.scalar_rows.write(progress, True)
-        self._created = []
+        self.created = []
 
     def _place(
         self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
