@@ -130,9 +130,7 @@ class Plan:
         for bucket in self.buckets:
             bucket.remove_unused_states()
 
-    def _unscale_converted(
-        self, grads: Sequence[Tensor | None], unscale: Tensor, found_inf: Tensor | None
-    ) -> None:
+    def _unscale_converted(self, grads: Sequence[Tensor | None], unscale: Tensor, found_inf: Tensor | None) -> None:
         """Unscale gradients of which the calls have converted copies. The calls unscale the others themselves."""
         for bound in self.buckets:
             converted = [grads[bound.bucket.entries[i].index] for i in bound.converted]
