@@ -276,6 +276,9 @@ class Backend(ABC):
     def compile(self, signature: Signature) -> Unit:
         """Compile the unit for a signature. It does not get the user's tensors."""
 
+    def check_step(self) -> None:  # noqa: B027 -- optional
+        """Raise if a step cannot be made now. It is called before each step, before anything is changed."""
+
     def clips_at_once(self, dtype: torch.dtype, clips: int) -> bool:
         """Return True if :meth:`clip` works for programs that compute in ``dtype``, and for this number of clips."""
         return False

@@ -123,6 +123,7 @@ class Stepper:
                 make_plan = partial(self._make_plan, params, grads, groups, state, only)
                 plan, grads = self.sync_params(groups, state, make_plan)
                 match = Match.SOME
+            plan.check_backends()
             if found_inf is not None and not plan.skips_on_device:  # parameters were moved to another device
                 if is_overflow(found_inf):
                     plan.remove_unused_states()

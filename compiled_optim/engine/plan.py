@@ -45,6 +45,7 @@ class Plan:
             else TensorBucket(bucket, rule, readers, state, grads)
             for bucket in buckets
         ]
+        self._backends = {bucket.backend for bucket in buckets}
         self.entries = [entry for bucket in buckets for entry in bucket.entries]
         # for a sharded parameter, both the shard and the DTensor
         written = [(entry.index, tensor) for entry in self.entries for tensor in {entry.local, entry.param}]
@@ -95,6 +96,11 @@ class Plan:
     def skips_on_device(self) -> bool:
         """Whether all updates take ``found_inf``."""
         return all(bound.bucket.takes_found_inf for bound in self.buckets)
+
+    def check_backends(self) -> None:
+        """Raise if a backend cannot make a step now."""
+        for backend in self._backends:
+            backend.check_step()
 
     def run(
         self,

@@ -18,6 +18,7 @@ import torch
 import compiled_optim as co
 from catalog import CATALOG
 from compiled_optim.backends import npu
+from compiled_optim.backends.staging import fetch
 from compiled_optim.engine import amp
 from tests import npu_device
 from tests.engine.formulas import FormulaOfEach
@@ -50,11 +51,11 @@ class Host:
         self.is_blind = False
 
     def fetch(self, value: torch.Tensor) -> Any:
-        copied_in, copy = self.step, value.clone()
+        copied_in, read_copy = self.step, fetch(value)
 
         def read() -> float:
             self.reads.append((copied_in, self.step))
-            return 0.0 if self.is_blind else copy.to("cpu").item()
+            return 0.0 if self.is_blind else read_copy()
 
         return read
 
@@ -70,14 +71,38 @@ class Host:
             yield
 
     def _checked(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
-        method = getattr(torch.Tensor, name)
+        method, scaling = getattr(torch.Tensor, name), (optimizer.found_inf, optimizer.grad_scale)
 
         def checked(tensor: torch.Tensor, *args: Any) -> Any:
-            if tensor.device.type != "cpu" or tensor is optimizer.found_inf or tensor is optimizer.grad_scale:
+            if tensor.device.type != "cpu" or any(tensor is each for each in scaling):
                 self.waits.append(name)
             return method(tensor, *args)
 
         return checked
+
+
+class Event:
+    """An event of a device in host memory, where a copy is done when the call returns."""
+
+    stream = None
+
+    def record(self, stream: object) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert self.stream is STREAM
+
+
+STREAM = object()
+
+
+@contextlib.contextmanager
+def events_on_npu() -> Iterator[None]:
+    """Give the test device events and a stream; its pinned memory is other memory."""
+    device, empty = torch.get_device_module("npu"), torch.empty
+    device.Event, device.current_stream = Event, lambda device: STREAM
+    with mock.patch.object(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options)):
+        yield
 
 
 def trained(case: str, device: str, is_blind: bool = False, **options: Any) -> dict[str, Any]:
@@ -169,7 +194,7 @@ def on_cuda() -> dict[str, Any]:
 def on_npu() -> dict[str, Any]:
     npu_device.install()
     torchair_without_cann.install().watch(npu.NpuBackend)
-    with torchair_without_cann.interpreted():
+    with torchair_without_cann.interpreted(), events_on_npu():
         return {
             **{case: trained(case, "npu") for case in CASES},
             "AdamW, list": trained("AdamW", "npu", layout="tensors"),
