@@ -25,7 +25,7 @@ from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.amp import UnconfirmedStep, is_overflow, unscale_unless_skipped
 from compiled_optim.engine.buckets import Bucket, make_buckets
-from compiled_optim.engine.flat import FlatMemory
+from compiled_optim.engine.flat_memory import FlatMemory
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
@@ -143,6 +143,8 @@ class Stepper:
             self._plan = None
             raise
         self._has_stepped = True
+        if self._memory.movers:
+            self._plan = None
         return norm
 
     def compared_step(
@@ -264,10 +266,11 @@ class Stepper:
             grads = self._collect_grads(params, groups, only)
         # a step of single parameters, during backward, would move them from buffer to buffer
         buckets = self._make_buckets(grads, groups, state, only is None)
+        self._memory.assign(buckets, state)
         # compile before the state is changed, because compilation may fail
         self._compile(buckets, groups)
         plan = Plan(self._rule, groups, state, buckets, grads, self._memory)
-        self._memory.settle(plan.buckets, params, state, self._rule.number_names)
+        self._memory.settle(params, state, self._rule.number_names)
         plan.refresh(groups)
         # also parameters without a gradient: if one is reallocated, its state has to follow
         bound = list(filter(has_memory, params))

@@ -14,7 +14,8 @@ from compiled_optim.engine.amp import unscale_unless_skipped
 from compiled_optim.engine.bound import BoundBucket, TensorBucket
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.clipping import GradScaling
-from compiled_optim.engine.flat import FlatBucket, FlatMemory
+from compiled_optim.engine.flat import FlatBucket
+from compiled_optim.engine.flat_memory import FlatMemory
 from compiled_optim.engine.rows import RowReader
 from compiled_optim.engine.rule import Group, Rule
 
