@@ -25,7 +25,7 @@ from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.amp import UnconfirmedStep, is_overflow, unscale_unless_skipped
 from compiled_optim.engine.buckets import Bucket, make_buckets
-from compiled_optim.engine.flat_memory import FlatMemory
+from compiled_optim.engine.flat_memory import FlatMemory, was_placed
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
@@ -217,6 +217,7 @@ class Stepper:
         This is no context manager, because a KeyboardInterrupt inside ``contextlib`` would skip the revert.
         """
         self._note_own_moves()  # which are left if the revert below was interrupted
+        self.tracker.note_addresses(list(filter(was_placed, all_params(groups))))
         found = self.tracker.find(groups)
         changes = found.changes
         if changes and self.settings.on_realloc == "raise":

@@ -21,6 +21,7 @@ from torch import Tensor
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_layout import MARK, mark_of
+from compiled_optim.torch_private import WeakIdKeyDictionary
 
 VISITS = 8
 """The number of steps with visits after which parameters move. Copies of a few visits cost as much as moving."""
@@ -59,6 +60,15 @@ class FlatBuffer:
         sources = [tensor.clone() if mark_of(tensor) in own else tensor for tensor in tensors.values()]
         if sources:
             torch._foreach_copy_([self.views[i] for i in tensors], [source.detach() for source in sources])
+
+
+_placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The address of each parameter when an optimizer of this package pointed it to other memory."""
+
+
+def was_placed(param: Tensor) -> bool:
+    """Return True if a parameter is where an optimizer of this package has put it; not necessarily this one."""
+    return param in _placed and bool(_placed[param] == param.data_ptr())
 
 
 class Home:
@@ -182,6 +192,7 @@ class FlatMemory:
         for param, target in targets.items():
             self.repointed.append(param)  # before it happens, because an interrupt may come in between
             param.data = target
+            _placed[param] = param.data_ptr()
 
     def settle(self, params: Sequence[Tensor], state: states.State, numbers: Collection[str]) -> None:
         """Keep the homes of the placed buckets, and others in which most tensors still lie.

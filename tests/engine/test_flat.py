@@ -254,6 +254,24 @@ def test_add_param_group_and_a_new_optimizer_over_the_same_parameters():
     assert_close(params, twins, 1e-12)
 
 
+def test_two_optimizers_over_the_same_parameters():
+    """Each moves the parameters into its own buffers, which is no reallocation; what a user does still is."""
+    params = parameters([(300,), (5, 4)], torch.float64)
+    twins = copies(params)
+    ours = [co.AdamW(params, lr=0.1, **FLAT, on_realloc="raise"), co.SGD(params[:1], lr=0.1, **FLAT)]
+    theirs = [torch.optim.AdamW(twins, lr=0.1), torch.optim.SGD(twins[:1], lr=0.1)]
+    for i, grads in enumerate(gradients(params, 6)):
+        for p, q, grad in zip(params, twins, grads, strict=True):
+            p.grad, q.grad = grad.clone(), grad.clone()
+        ours[i % 2].step()
+        theirs[i % 2].step()
+    assert_close(params, twins, 1e-12)
+    assert not any(optimizer.explain().events for optimizer in ours)
+    params[0].data = params[0].data.clone()
+    with pytest.raises(co.ReallocationError, match="storage changed"):
+        ours[0].step()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler(fused):
     params = parameters([(30,), (4, 5)])
