@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("SGD", "AdamW", "NAdam", "Lamb", "AdamP")},
     "AdamW clipped": ("AdamW", {"max_grad_norm": 1.0}),
     "two groups": ("AdamW", {}),
+    "unscaled before": ("AdamW", {}),
 }
 
 
@@ -130,6 +131,8 @@ def trained(case: str, device: str, is_blind: bool = False, **options: Any) -> d
                 grads[-1][5] = float("inf")
             for param, grad in zip(ours, grads, strict=True):
                 param.grad = (grad * scale).to(device)
+            if case == "unscaled before":
+                scaler.unscale_(optimizer)
             before = [param.detach().clone() for param in ours]
             make_step = optimizer.step
 
@@ -143,7 +146,8 @@ def trained(case: str, device: str, is_blind: bool = False, **options: Any) -> d
             scales.append(scale)
             if step in OVERFLOWS:
                 kept.append(max(distance(a, b) for a, b in zip(ours, before, strict=True)))
-                scaled = [grad * scale for grad in grads[:2]]  # the others are infinite
+                left = 1.0 if case == "unscaled before" else scale
+                scaled = [grad * left for grad in grads[:2]]  # the others are infinite
                 grads_apart += [distance(p.grad, grad) for p, grad in zip(ours, scaled, strict=False)]
                 continue
             grads_apart += [distance(param.grad, grad) for param, grad in zip(ours, grads, strict=True)]
@@ -180,6 +184,20 @@ def first_overflow(device: str, **options: Any) -> bool:
         return not optimizer.state_dict()["state"]
 
 
+def on_two_devices() -> list[list[float]]:
+    """Step a parameter on the device and one on the host, with an overflow in every second step; return both."""
+    params = [torch.nn.Parameter(torch.zeros(3).to(device)) for device in ("npu", "cpu")]
+    optimizer = co.SGD(params, lr=1.0, momentum=0.9, fused=True)
+    found = []
+    for found_inf in (1.0, 0.0, 1.0, 0.0):
+        for param in params:
+            param.grad = torch.full((3,), 2.0).to(param.device)
+        optimizer.grad_scale, optimizer.found_inf = (torch.tensor(value).to("npu") for value in (2.0, found_inf))
+        optimizer.step()
+        found.append([round(param.tolist()[0], 6) for param in params])
+    return found
+
+
 def on_cuda() -> dict[str, Any]:
     triton_math.install()
     with gpuless_cuda():
@@ -199,6 +217,7 @@ def on_npu() -> dict[str, Any]:
             **{case: trained(case, "npu") for case in CASES},
             "AdamW, list": trained("AdamW", "npu", layout="tensors"),
             "blind": trained("AdamW", "npu", True),
+            "two devices": on_two_devices(),
             "first overflow": first_overflow("npu"),
         }
 

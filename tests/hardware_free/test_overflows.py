@@ -7,7 +7,7 @@ import pytest
 from tests.hardware_free.conftest import require
 
 pytestmark = pytest.mark.slow
-CASES = ("SGD", "AdamW", "NAdam", "Lamb", "AdamP", "AdamW clipped", "two groups")
+CASES = ("SGD", "AdamW", "NAdam", "Lamb", "AdamP", "AdamW clipped", "two groups", "unscaled before")
 STEPS = 7
 MADE = 4.0
 """The number of steps without an overflow."""
@@ -42,6 +42,12 @@ def test_the_host_reads_found_inf_in_the_next_step(report, case):
 
 def test_a_list_of_tensors_on_npus(report):
     assert report.get("AdamW, list", report["AdamW"])["apart"] <= 2e-7
+
+
+def test_a_parameter_on_the_host(report):
+    """If one parameter is on the host, the host reads ``found_inf`` before anything is changed."""
+    expected = [[0.0, 0.0], [-1.0, -1.0], [-1.0, -1.0], [-2.9, -2.9]]
+    assert report.get("two devices", expected) == expected
 
 
 def test_an_overflow_in_the_first_step_leaves_no_state(report):
