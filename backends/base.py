@@ -92,7 +92,8 @@ class BoundArguments(NamedTuple):
 
     ``inv_scale`` is a 0-dim tensor. ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for
     each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH reads it. ``row_segments``
-    has the segment of each row of a flat buffer, and ``mask`` is false for padding. They do not change.
+    has the segment of each row of a flat buffer, and ``mask`` is false for padding. They do not change. ``found_inf``
+    is a 0-dim tensor: if it is not 0, the call changes nothing.
     """
 
     scalars: ScalarRows | None = None
@@ -101,6 +102,7 @@ class BoundArguments(NamedTuple):
     totals: Tensor | None = None
     row_segments: Tensor | None = None
     mask: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def of_row(self, row: int) -> dict[str, Tensor]:
         """Return the arguments that are not None, as tensors by name, with the scalars of one row."""
@@ -244,6 +246,8 @@ class Backend(ABC):
     """The ways to keep tensors that this backend cannot compile: "8bit" or "stochastic"."""
     whole_blocks: bool = False
     """Whether only whole blocks can be in 8 bits, and only for rules without sums. Other tensors stay in float32."""
+    skips_on_device: bool = False
+    """Whether programs that unscale gradients take ``found_inf``, so that the host need not read it."""
     by_address: bool = False
     """Whether calls use only the addresses of tensors, so that these are not viewed in the shapes of the batch."""
 
@@ -273,6 +277,9 @@ class Backend(ABC):
     @abstractmethod
     def compile(self, signature: Signature) -> Unit:
         """Compile the unit for a signature. It does not get the user's tensors."""
+
+    def check_step(self) -> None:  # noqa: B027 -- optional
+        """Raise if a step cannot be made now. It is called before each step, before anything is changed."""
 
     def clips_at_once(self, dtype: torch.dtype, clips: int) -> bool:
         """Return True if :meth:`clip` works for programs that compute in ``dtype``, and for this number of clips."""

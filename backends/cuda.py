@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends import triton_compiler
-from compiled_optim.backends.base import Availability, Call, Signature, Unit
+from compiled_optim.backends.base import Availability, Signature, Unit
 from compiled_optim.backends.table_backend import TableBackend
 from compiled_optim.backends.triton_table import MAX_CLIPS, launch_clip
 from compiled_optim.backends.whole_lists import REMEDY
@@ -30,6 +30,7 @@ class CudaBackend(TableBackend):
     devices = ("cuda",)
     seconds_per_unit = 2.0
     whole_blocks = True
+    skips_on_device = True
 
     def available(self) -> Availability:
         """Check torch, the device, Triton and the C compiler, in this order; report the first that is missing."""
@@ -72,15 +73,10 @@ class CudaBackend(TableBackend):
         """Write the factor that clips gradients by their norm into ``grad_scale``, in one launch; return the norm."""
         return launch_clip(squares, limits, maximize, inv_scale, grad_scale)
 
-    def wrap_call(self, call: Call) -> Call:
-        """Return a call that checks first that the current stream is not capturing."""
-
-        def checked(grads: Sequence[Tensor | None]) -> Tensor | None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "
-                    "rate of another step; capture forward and backward, and call step() outside"
-                )
-            return call(grads)
-
-        return checked
+    def check_step(self) -> None:
+        """Raise if the current stream is capturing."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "an optimizer step cannot be captured in a CUDA graph, because the graph would replay the learning "
+                "rate of another step; capture forward and backward, and call step() outside"
+            )

@@ -59,6 +59,11 @@ def skip_whole_copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) 
     )
 
 
+def skip_clone(tensor: Tensor, memory_format: torch.memory_format | None = None) -> Tensor:
+    """Decompose a copy to the tensor itself. A graph without operations in place does not need it."""
+    return tensor
+
+
 def _overloads(packet_name: str, name: str) -> list[tuple[OpOverload, str]]:
     """Return the overloads of a foreach operation, each with the name of the operation on one tensor."""
     packet = getattr(torch.ops.aten, packet_name, None)

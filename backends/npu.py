@@ -21,7 +21,12 @@ from torch import Tensor
 
 from compiled_optim.backends import ge_operations
 from compiled_optim.backends.base import Availability, Batch, BoundArguments, BoundBatch, ScalarRows, Signature
-from compiled_optim.backends.decompositions import missing_foreach_decompositions, skip_whole_copy, skip_whole_view
+from compiled_optim.backends.decompositions import (
+    missing_foreach_decompositions,
+    skip_clone,
+    skip_whole_copy,
+    skip_whole_view,
+)
 from compiled_optim.backends.graph import ArgumentValues
 from compiled_optim.backends.inductor import Lowered, lower
 from compiled_optim.backends.staging import Staging, bytes_of
@@ -36,6 +41,7 @@ class AscendBackend(WholeListBackend):
     """What both backends share: they need torch_npu, a device and a compiler."""
 
     devices = ("npu",)
+    skips_on_device = True
     limit = 40
     """The same as for CUDA. Conversion takes 0.2 s per tensor; the compile time of CANN was not measured."""
 
@@ -93,6 +99,7 @@ class NpuBackend(AscendBackend):
             **missing_foreach_decompositions(has_converter),
             torch.ops.aten.as_strided.default: skip_whole_view,
             torch.ops.aten.copy.default: skip_whole_copy,
+            torch.ops.aten.clone.default: skip_clone,
             torch.ops.aten.mul.Tensor: ge_operations.product,
         }
         backend = torchair.get_npu_backend(compiler_config=config, custom_decompositions=decompositions)

@@ -1,4 +1,6 @@
-"""Send what changes in every step to the device: one asynchronous copy from pinned memory.
+"""Asynchronous copies between host and device, by way of pinned memory.
+
+What changes in every step is sent to the device in one copy.
 
 The host does not wait for the device, so several steps may be under way. A copy reads the pinned memory when the device
 gets to it. Therefore each copy has a buffer of its own, which is used again only when the event behind its copy has
@@ -52,6 +54,23 @@ class Staging:
     def _new(self) -> Buffer:
         tensor = torch.zeros(len(self.memory), dtype=torch.uint8, device="cpu", pin_memory=not self._on_host)
         return Buffer(bytes_of(tensor), tensor, self._make_event())
+
+
+def fetch(value: Tensor) -> Callable[[], float]:
+    """Copy a 0-dim tensor to the host without waiting; return a function that waits for the copy and reads it."""
+    if value.device.type == "cpu":
+        return value.clone().item
+    device_module: Any = torch.get_device_module(value.device)
+    host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    event = device_module.Event()
+    event.record(device_module.current_stream(value.device))
+
+    def read() -> float:
+        event.synchronize()
+        return host.item()
+
+    return read
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -24,7 +24,6 @@ from compiled_optim.backends.base import (
     BoundArguments,
     BoundBatch,
     BoundCall,
-    Call,
     Lane,
     Signature,
     Unit,
@@ -62,10 +61,6 @@ class TableBackend(Backend):
         """Return the result of ``compile()``. A backend may turn errors of its compiler into errors with a remedy."""
         return compile()
 
-    def wrap_call(self, call: Call) -> Call:
-        """Return a bound call with the checks that this backend needs before each call."""
-        return call
-
     def cache_directory(self) -> Path | None:
         """Return Inductor's cache directory."""
         return disk_cache.directory()
@@ -92,7 +87,7 @@ class TableBackend(Backend):
         shapes = batch.shapes
         if batch.program.has_blocks:
             shapes = list(map(in_blocks, shapes))
-        call = self.wrap_call(unit.bind(shapes, lists, arguments))
+        call = unit.bind(shapes, lists, arguments)
         return _OneCall(BoundCall(unit, signature, lambda grads: grads, call), batch.program.result)
 
     def compile(self, signature: Signature) -> Unit:

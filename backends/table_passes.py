@@ -65,6 +65,8 @@ def compile_passes(
         bounds: the smallest and the largest size of a dimension of a chunk.
     """
     recordings, kernels = {}, 0
+    # drivers skip a step themselves
+    signature = replace(signature, arguments=tuple(spec for spec in signature.arguments if spec.name != "found_inf"))
     for name, (part, graph_pass) in passes_of(signature).items():
         carried = CARRIES if graph_pass and part.rank > 1 else 0
         # for a GPU, Inductor computes a foreach operation again after its input was written: gradients that are

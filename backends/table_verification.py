@@ -35,7 +35,7 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     """Return True if a unit agrees with the eager program on tensors of several sizes, with two rows of scalars.
 
     One tensor has no gradient, and must not change. The gradients are passed in other shapes than the parameters,
-    because a unit uses only their addresses.
+    because a unit uses only their addresses. A unit that takes ``found_inf`` is run once more, and must change nothing.
     """
     shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
     if signature.program.has_blocks:  # the driver gets these 1-D tensors in blocks, the eager program as they are
@@ -64,7 +64,14 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
         if result is not None:
             zeros = torch.zeros_like(result[i])
             pairs.append((result[i], zeros if returned is None else returned.reshape(zeros.shape)))
-    return all(is_close(a, b) for a, b in pairs)
+    if not all(is_close(a, b) for a, b in pairs):
+        return False
+    if arguments.found_inf is None:
+        return True
+    before = [tensor.clone() for tensors in lists for tensor in tensors]
+    arguments.found_inf.fill_(1.0)
+    call(grads)
+    return all(map(torch.equal, before, (tensor for tensors in lists for tensor in tensors)))
 
 
 def _example_lists(signature: Signature, shapes: Sequence[Shape]) -> TensorLists:
@@ -91,6 +98,8 @@ def _example_arguments(signature: Signature, tensors: int) -> BoundArguments:
             rows = made[name] = ScalarRows(shape[0] // 2, tensors, dtype)
             rows.tensor.copy_(values[:, : shape[0]])
             rows.row_of[:] = array("q", [i % 2 for i in range(tensors)])
+        elif name == "found_inf":
+            made[name] = torch.zeros((), dtype=dtype, device=signature.device)
         elif name == "totals":
             made[name] = values.T.to(signature.device)
         else:

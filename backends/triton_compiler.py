@@ -87,7 +87,8 @@ def write_module(signature: Signature) -> Path:
     made = compile_passes(signature, TRITON, OPTIONS, CHUNK, BOUNDS)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     lists = signature.dtypes, signature.program.row_lists, signature.rank
-    source = write_source(made, *lists, scalars, unit_sum_dtype(signature))
+    skips = any(spec.name == "found_inf" for spec in signature.arguments)
+    source = write_source(made, *lists, scalars, unit_sum_dtype(signature), skips)
     name = f"triton_{hashlib.sha256(source.encode()).hexdigest()}.py"
     path = disk_cache.directory() / disk_cache.FOLDER / name
     disk_cache.write(path, source)

@@ -62,6 +62,7 @@ def write_source(
     rank: int,
     scalars: int,
     sum_dtype: torch.dtype,
+    skips: bool = False,
 ) -> str:
     """Return the source of a module with the drivers of a unit.
 
@@ -72,8 +73,9 @@ def write_source(
         rank: the number of dimensions of the tensors.
         scalars: the number of values in a row of hyperparameters.
         sum_dtype: the dtype of the sums and of the values that are carried.
+        skips: let the drivers do nothing if ``found_inf`` is not 0.
     """
-    options = made.sums, dtypes, row_lists, rank, scalars
+    options = made.sums, dtypes, row_lists, rank, scalars, skips
     passes = {name: _Pass(name, each, *options) for name, each in made.recordings.items()}
     kernels = "\n\n".join(text for each in passes.values() for text in each.kernels)
     scratch = [tuple(item) for each in passes.values() for item in each.scratch]
@@ -106,12 +108,14 @@ class _Pass:
         row_lists: Collection[int],
         rank: int,
         scalars: int,
+        skips: bool,
     ) -> None:
         self._name, self._recording, self._sums = name, recording, sums
         self._dtypes, self._row_lists, self._rank, self._scalars = dtypes, row_lists, rank, scalars
         vector = 16 // min(dtype.itemsize for dtype in dtypes)
         self._block = THREADS * vector
-        self._used: dict[str, None] = {}  # parameters of the driver, in order of their first use
+        # parameters of the driver, in order of their first use
+        self._used: dict[str, None] = {"found_inf": None} if skips else {}
         self.scratch: list[Scratch] = []
         self.kernels: list[str] = []
         self._places = {number: self._place_temporary(number) for number in range(len(recording.temporaries))}
@@ -148,7 +152,7 @@ class _Pass:
             "length = tl.load(tasks + 4 * task + 2).to(tl.int32)",
             "columns_ = tl.load(tasks + 4 * task + 3).to(tl.int32)" if self._rank > 1 else "",
             "address0 = tl.load(grads + tensor)",
-            "if address0 != 0:",
+            "if (address0 != 0) & (tl.load(found_inf) == 0):" if "found_inf" in self._used else "if address0 != 0:",
         ]
         # no compilation depends on the numbers or on the alignment of the table
         quoted = ", ".join(f'"{name}"' for name in names)

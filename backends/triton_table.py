@@ -75,7 +75,7 @@ class BoundTritonTable:
     ) -> None:
         self._lists = lists  # kept alive, because the table holds addresses only
         self._device = device
-        self._rows, inv_scale, grad_scale, self._shared_totals, *_ = arguments
+        self._rows, inv_scale, grad_scale, self._shared_totals, *_, found_inf = arguments
         self._passes: int = module.PASSES
         count = len(shapes)
         self._scalars_at = 2 * 8 * count
@@ -102,6 +102,7 @@ class BoundTritonTable:
             ),
             "inv_scale": inv_scale,
             "grad_scale": grad_scale,
+            "found_inf": found_inf,
             # slots that no kernel writes to stay 0
             "partials": torch.zeros(SLOTS * len(tasks) * module.SUMS, dtype=sum_dtype, device=device),
             "totals": self._totals,

@@ -14,6 +14,8 @@ from compiled_optim.program import Arguments, TensorLists
 
 ExampleArguments = Mapping[str, Tensor]
 
+FOUND_INF = "found_inf"
+
 TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
@@ -39,15 +41,26 @@ def agrees(
     shapes: Sequence[Shape],
     run: Callable[[TensorLists, ExampleArguments], Sequence[Tensor]],
 ) -> bool:
-    """Return True if ``run`` and the eager program compute the same on example tensors of these shapes."""
-    lists, arguments = examples(signature, shapes)
-    expected_lists, expected_arguments = examples(signature, shapes)
-    outputs = run(lists, arguments)
-    expected = signature.program(expected_lists, Arguments(**expected_arguments))
-    pairs = [(a, b) for xs, ys in zip(lists, expected_lists, strict=True) for a, b in zip(xs, ys, strict=True)]
-    if expected is not None:
-        pairs.append((outputs[0], expected))
-    return all(is_close(a, b) for a, b in pairs)
+    """Return True if ``run`` and the eager program compute the same on example tensors of these shapes.
+
+    A program that takes ``found_inf`` is run with 0, and with 1.
+    """
+    for found_inf in (0.0, 1.0):
+        lists, arguments = examples(signature, shapes)
+        expected_lists, expected_arguments = examples(signature, shapes)
+        for given in (arguments, expected_arguments):
+            if FOUND_INF in given:
+                given[FOUND_INF].fill_(found_inf)
+        outputs = run(lists, arguments)
+        expected = signature.program(expected_lists, Arguments(**expected_arguments))
+        pairs = [(a, b) for xs, ys in zip(lists, expected_lists, strict=True) for a, b in zip(xs, ys, strict=True)]
+        if expected is not None:
+            pairs.append((outputs[0], expected))
+        if not all(is_close(a, b) for a, b in pairs):
+            return False
+        if FOUND_INF not in arguments:
+            break
+    return True
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:

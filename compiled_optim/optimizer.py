@@ -297,11 +297,14 @@ class Optimizer(SavedOptimizer):
         steps.end_iteration()
 
     def _update(self, only: Container[Tensor] | None = None) -> None:
-        stepper, unscale = self._stepper, None
+        stepper, unscale, found_inf = self._stepper, None, None
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
-            if amp.is_overflow(getattr(self, "found_inf", None)):
-                return
-            stepper.unscales = True
+            stepper.start_unscaling()
+            found_inf = getattr(self, "found_inf", None)
+            if self._comparison is not None or not stepper.skips_on_device(self.param_groups):
+                if amp.is_overflow(found_inf):
+                    return
+                found_inf = None
         records = torch.is_grad_enabled()
         try:
             set_grad_enabled(False)
@@ -309,7 +312,7 @@ class Optimizer(SavedOptimizer):
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
             if self._comparison is None:
                 self.last_grad_norm = stepper.step(
-                    self.param_groups, self._state, self._state_was_accessed, unscale, only
+                    self.param_groups, self._state, self._state_was_accessed, unscale, found_inf, only
                 )
             else:
                 comparison, self._comparison = self._comparison, None

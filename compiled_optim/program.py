@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
     ``inv_scale`` and ``grad_scale`` are 0-dim tensors by which gradients are multiplied, one after the other.
     ``totals`` are the sums of a rule over whole tensors, for the phase FINISH: first one sum for all tensors, then the
     next. ``row_segments`` and ``mask`` describe the rows of a flat buffer, see
-    :class:`~compiled_optim.flat_tensors.Segments`.
+    :class:`~compiled_optim.flat_tensors.Segments`. If ``found_inf``, a 0-dim tensor, is not 0, nothing is changed.
     """
 
     scalars: ScalarValues | None = None
@@ -53,6 +53,7 @@ class Arguments(NamedTuple):
     totals: Tensor | None = None
     row_segments: Tensor | None = None
     mask: Tensor | None = None
+    found_inf: Tensor | None = None
 
 
 class Result(Enum):
@@ -198,10 +199,10 @@ class UpdateProgram:
             return torch.stack(self.measure(lists, arguments))
         recorded = _RecordedSums()
         if self.phase is Phase.WHOLE:
-            self._run(lists, arguments, recorded)
+            self._run_unless_skipped(lists, arguments, recorded)
             return None
         known = _KnownSums(arguments.totals, len(lists[0]))
-        self._run(lists, arguments, lambda *sums: (recorded(*sums), known(*sums))[1])
+        self._run_unless_skipped(lists, arguments, lambda *sums: (recorded(*sums), known(*sums))[1])
         return torch.stack(recorded.sums) if self.phase is Phase.BOTH else None
 
     def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
@@ -210,6 +211,17 @@ class UpdateProgram:
         grads = [grad.clone() for grad in lists[0]] if self.unscales else lists[0]
         self._run([grads, *([tensor.clone() for tensor in tensors] for tensors in lists[1:])], arguments, recorded)
         return recorded.sums
+
+    def _run_unless_skipped(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
+        """Run the rule, and restore all tensors if ``found_inf`` is not 0. The value is not read on the host."""
+        if arguments.found_inf is None:
+            self._run(lists, arguments, all_reduce)
+            return
+        before = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        self._run(lists, arguments, all_reduce)
+        is_finite = arguments.found_inf == 0
+        for tensors, old in zip(lists, before, strict=True):
+            torch._foreach_copy_(tensors, [torch.where(is_finite, *pair) for pair in zip(tensors, old, strict=True)])
 
     def _run(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
         kept, companions = lists[1 : 2 + len(self.states)], iter(lists[2 + len(self.states) :])

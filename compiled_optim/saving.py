@@ -71,12 +71,16 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         self._state_was_accessed = "state" in self.__dict__  # not when torch's constructor sets it
+        if self._state_was_accessed:
+            self._stepper.confirm_last_step(self.__dict__["state"])
         self.__dict__["state"] = state
 
     @property
     def _state(self) -> defaultdict[Tensor, Any]:
-        """The state, for use in this package."""
+        """The state, for use in this package. The last step is confirmed first."""
         state: defaultdict[Tensor, Any] = self.__dict__["state"]
+        if self._stepper.unconfirmed is not None:
+            self._stepper.confirm_last_step(state)
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,13 +120,13 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        stepper, groups = self._stepper, self.param_groups
+        stepper, groups, state = self._stepper, self.param_groups, self._state
 
         def load() -> None:
             self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
 
         if self.on_realloc == "recompile":
-            stepper.sync_params(groups, self._state, load)
+            stepper.sync_params(groups, state, load)
         else:  # the next step reports changes
             load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

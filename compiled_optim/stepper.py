@@ -23,8 +23,9 @@ from compiled_optim.diagnostics.compare import Comparison, EagerTwin
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
+from compiled_optim.engine.amp import UnconfirmedStep, is_overflow, unscale_unless_skipped
 from compiled_optim.engine.buckets import Bucket, make_buckets
-from compiled_optim.engine.flat import FlatMemory
+from compiled_optim.engine.flat_memory import FlatMemory, was_placed
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
@@ -51,6 +52,8 @@ class Stepper:
         self.settings = settings
         self.unscales = unscales
         """Whether a GradScaler has left unscaling to a step. From then on, programs unscale gradients in place."""
+        self.unconfirmed: UnconfirmedStep | None = None
+        """The last step, if the host does not know yet whether the device has skipped it."""
         self.tracker = Tracker(rule.number_names)
         self._memory = FlatMemory()
         self._plan: Plan | None = None
@@ -64,18 +67,39 @@ class Stepper:
         """Discard the plan; the next step makes a new one."""
         self._plan = None
 
+    def start_unscaling(self) -> None:
+        """Unscale gradients in place from now on."""
+        if not self.unscales:
+            self.unscales, self._plan = True, None
+
+    def skips_on_device(self, groups: Sequence[Group]) -> bool:
+        """Return True if the updates of all parameters take ``found_inf``, so that the host need not read it."""
+        if is_traced():
+            return False
+        if self._plan is not None:
+            return self._plan.skips_on_device
+        devices = {param.device for param in all_params(groups)}
+        return all(self.backend_for(device).skips_on_device for device in devices)
+
+    def confirm_last_step(self, state: State) -> None:
+        """Uncount the last step if the device has skipped it."""
+        if self.unconfirmed is not None and not self.unconfirmed.confirm(state):
+            self._plan = None
+        self.unconfirmed = None
+
     def step(
         self,
         groups: Sequence[Group],
         state: State,
         state_was_accessed: bool,
         unscale: Tensor | None,
+        found_inf: Tensor | None = None,
         only: Container[Tensor] | None = None,
     ) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
 
-        With ``state_was_accessed`` the state is checked too, because user code may have changed it. With ``only``,
-        other parameters are left alone, even if they have gradients.
+        With ``state_was_accessed`` the state is checked too, because user code may have changed it. If ``found_inf`` is
+        not 0, the device skips the step. With ``only``, other parameters are left alone, even if they have gradients.
         """
         if is_traced():
             return self._traced_step(groups, state, unscale, only)
@@ -99,16 +123,28 @@ class Stepper:
                 make_plan = partial(self._make_plan, params, grads, groups, state, only)
                 plan, grads = self.sync_params(groups, state, make_plan)
                 match = Match.SOME
-            norm = plan.run(grads, match is Match.SOME, unscale)
+            plan.check_backends()
+            if found_inf is not None and not plan.skips_on_device:  # parameters were moved to another device
+                if is_overflow(found_inf):
+                    plan.remove_unused_states()
+                    self._plan = None
+                    return None
+                found_inf = None
+            if found_inf is not None:
+                self.unconfirmed = UnconfirmedStep(found_inf, plan.buckets)
+            norm = plan.run(grads, match is Match.SOME, unscale, found_inf)
             if unscale is not None and has_dtensor(params):
+                factor = unscale_unless_skipped(unscale, found_inf)
                 for grad in redistributed(all_params(groups)):
-                    grad.mul_(unscale.to(grad.device))
+                    grad.mul_(factor.to(grad.device))
         except BaseException:
             if self._plan is not None:
                 self._plan.remove_unused_states()
             self._plan = None
             raise
         self._has_stepped = True
+        if self._memory.movers:
+            self._plan = None
         return norm
 
     def compared_step(
@@ -184,6 +220,7 @@ class Stepper:
         This is no context manager, because a KeyboardInterrupt inside ``contextlib`` would skip the revert.
         """
         self._note_own_moves()  # which are left if the revert below was interrupted
+        self.tracker.note_addresses(list(filter(was_placed, all_params(groups))))
         found = self.tracker.find(groups)
         changes = found.changes
         if changes and self.settings.on_realloc == "raise":
@@ -233,10 +270,11 @@ class Stepper:
             grads = self._collect_grads(params, groups, only)
         # a step of single parameters, during backward, would move them from buffer to buffer
         buckets = self._make_buckets(grads, groups, state, only is None)
+        self._memory.assign(buckets, state)
         # compile before the state is changed, because compilation may fail
         self._compile(buckets, groups)
         plan = Plan(self._rule, groups, state, buckets, grads, self._memory)
-        self._memory.settle(plan.buckets, params, state, self._rule.number_names)
+        self._memory.settle(params, state, self._rule.number_names)
         plan.refresh(groups)
         # also parameters without a gradient: if one is reallocated, its state has to follow
         bound = list(filter(has_memory, params))

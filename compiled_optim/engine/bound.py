@@ -38,7 +38,8 @@ class BoundBucket(ABC):
         self._state = state
         keeps_state = bool(named or program.states)
         values = [state[entry.param] if keeps_state else {} for entry in entries]
-        self._created = [i for i, own in enumerate(values) if keeps_state and not own]
+        self.created = [i for i, own in enumerate(values) if keeps_state and not own]
+        """The indices of the entries that have states since this bucket was bound, and are not updated yet."""
         taken: set[int] = set()
         placed = [
             place_number(own, name, number.tensors[i], taken)
@@ -57,6 +58,7 @@ class BoundBucket(ABC):
             self.scalar_rows.grad_scale if program.scaled else None,
             self._totals,
             **self._row_arguments(),
+            found_inf=self.scalar_rows.found_inf,
         )
         self._measure = None if bucket.measure is None else bucket.measure.bind(lists, arguments)
         self._update = bucket.update.bind(lists, arguments)
@@ -97,7 +99,7 @@ class BoundBucket(ABC):
 
     def remove_unused_states(self) -> None:
         """Remove the states that were created for parameters which are not updated yet."""
-        for i in self._created:
+        for i in self.created:
             self._state.pop(self.bucket.entries[i].param, None)
 
 
@@ -148,12 +150,12 @@ class TensorBucket(BoundBucket):
         try:
             self._update(grads)
             self._finish(after, present is None)
-            self._created = []
+            self.created = []
         except BaseException:
             updated = self._update.updated_since(runs, len(grads))
             if any(updated):
                 self._finish(before.partly(after, updated), False)
-                self._created = [i for i in self._created if not updated[i]]
+                self.created = [i for i in self.created if not updated[i]]
             raise
 
     def _finish(self, progress: Progress, in_step: bool) -> None:

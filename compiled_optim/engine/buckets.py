@@ -110,6 +110,11 @@ class Bucket:
         """The number of sums over each tensor that are all-reduced; 0 if the tensors are not sharded."""
         return count_sums(self.program, 1 + self.rows) if self.shards is not None and self.program.reduces else 0
 
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether the update itself skips a step after an overflow."""
+        return self.program.unscales and self.backend.skips_on_device
+
     @cached_property
     def norm(self) -> Batch:
         """The batch that computes the squared norms of the gradients."""
@@ -143,6 +148,8 @@ class Bucket:
         program = replace(self.program, phase=phase, segments=self.flat_layout.segments if self.is_flat else 0)
         factors = {"inv_scale": program.unscales, "grad_scale": program.scaled}
         scales = [ArgumentSpec(name, program.dtype, ()) for name, is_used in factors.items() if is_used]
+        if self.takes_found_inf:
+            scales.append(ArgumentSpec("found_inf", torch.float32, ()))
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
         arguments = (scalars, *scales, *totals, *self._row_arguments())
         return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, arguments, self.is_flat)

@@ -30,14 +30,22 @@ class GradScaling:
         self.clips = clips
         self.norms: list[BoundBatch | None] = [bucket.norm.bind() if clips else None for bucket in buckets]
 
-    def run(self, bucket_rows: Sequence[Rows], grads: Sequence[Grads], unscale: Tensor | None) -> Tensor | None:
-        """Set ``inv_scale`` and ``grad_scale`` of each bucket; return the norm of all gradients if any are clipped.
+    def run(
+        self,
+        bucket_rows: Sequence[Rows],
+        grads: Sequence[Grads],
+        unscale: Tensor | None,
+        found_inf: Tensor | None = None,
+    ) -> Tensor | None:
+        """Set the scales and ``found_inf`` of each bucket; return the norm of all gradients if any are clipped.
 
         The norm is that of the unscaled gradients.
         """
         if unscale is not None:
             for rows in bucket_rows:
-                rows.inv_scale.copy_(unscale, non_blocking=True)
+                _set(rows.inv_scale, unscale)
+                if rows.found_inf is not None:
+                    _set(rows.found_inf, found_inf)
         if not self.clips:
             return None
         clips = [self._clips_of_groups(rows.bucket) for rows in bucket_rows]
@@ -118,6 +126,16 @@ class GradScaling:
                 for pool in dict.fromkeys(clip.pool for clip in group_clips if clip.pool is not None):
                     pools.setdefault(pool, []).append(total[place : place + 1] if len(of_group) > 1 else total)
         return {pool: _norm(squares) for pool, squares in pools.items()}
+
+
+def _set(target: Tensor, value: Tensor | None) -> None:
+    """Set a 0-dim tensor to a value, or to 0, without waiting for its device."""
+    if value is None:
+        target.zero_()
+    elif value.device.type == "cpu" and target.device.type != "cpu":
+        target.fill_(float(value))  # a copy from memory that is not pinned may wait
+    else:
+        target.copy_(value.reshape(()), non_blocking=True)
 
 
 def _has_pools(of_group: dict[int, tuple[Clip, ...]]) -> bool:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from compiled_optim.backends import BoundCall
 from compiled_optim.engine import layout, states
+from compiled_optim.engine.amp import unscale_unless_skipped
 from compiled_optim.engine.bound import BoundBucket, TensorBucket
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.clipping import GradScaling
-from compiled_optim.engine.flat import FlatBucket, FlatMemory
+from compiled_optim.engine.flat import FlatBucket
+from compiled_optim.engine.flat_memory import FlatMemory
 from compiled_optim.engine.rows import RowReader
 from compiled_optim.engine.rule import Group, Rule
 
@@ -44,6 +46,7 @@ class Plan:
             else TensorBucket(bucket, rule, readers, state, grads)
             for bucket in buckets
         ]
+        self._backends = {bucket.backend for bucket in buckets}
         self.entries = [entry for bucket in buckets for entry in bucket.entries]
         # for a sharded parameter, both the shard and the DTensor
         written = [(entry.index, tensor) for entry in self.entries for tensor in {entry.local, entry.param}]
@@ -90,17 +93,34 @@ class Plan:
             return False
         return all(bucket.scalar_rows.fill() for bucket in self.buckets)
 
-    def run(self, grads: Sequence[Tensor | None], some_absent: bool, unscale: Tensor | None) -> Tensor | None:
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether all updates take ``found_inf``."""
+        return all(bound.bucket.takes_found_inf for bound in self.buckets)
+
+    def check_backends(self) -> None:
+        """Raise if a backend cannot make a step now."""
+        for backend in self._backends:
+            backend.check_step()
+
+    def run(
+        self,
+        grads: Sequence[Tensor | None],
+        some_absent: bool,
+        unscale: Tensor | None,
+        found_inf: Tensor | None = None,
+    ) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
 
-        ``some_absent`` is True if the gradient of a planned parameter may be None.
+        ``some_absent`` is True if the gradient of a planned parameter may be None. If ``found_inf`` is not 0, the
+        device changes nothing; the host counts the step in any case.
         """
         picked = [bucket.pick_grads(grads) for bucket in self.buckets]
         if unscale is not None:
-            self._unscale_converted(grads, unscale)
+            self._unscale_converted(grads, unscale, found_inf)
         norm = None
         if unscale is not None or self.scaling.clips:
-            norm = self.scaling.run([bucket.scalar_rows for bucket in self.buckets], picked, unscale)
+            norm = self.scaling.run([bucket.scalar_rows for bucket in self.buckets], picked, unscale, found_inf)
         # compiled code writes through pointers, so autograd's version counters are incremented here
         written = self._written
         if some_absent:
@@ -117,10 +137,11 @@ class Plan:
         for bucket in self.buckets:
             bucket.remove_unused_states()
 
-    def _unscale_converted(self, grads: Sequence[Tensor | None], unscale: Tensor) -> None:
+    def _unscale_converted(self, grads: Sequence[Tensor | None], unscale: Tensor, found_inf: Tensor | None) -> None:
         """Unscale gradients of which the calls have converted copies. The calls unscale the others themselves."""
         for bound in self.buckets:
             converted = [grads[bound.bucket.entries[i].index] for i in bound.converted]
             present = [grad for grad in converted if grad is not None]
             if present:
-                torch._foreach_mul_(present, unscale.to(bound.bucket.device))
+                factor = unscale_unless_skipped(unscale, found_inf)
+                torch._foreach_mul_(present, factor.to(bound.bucket.device))

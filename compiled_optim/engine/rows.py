@@ -8,6 +8,7 @@ from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
@@ -98,7 +99,7 @@ class Rows:
     """The rows of a bucket: one for each group, step count and numbers that its parameters have.
 
     ``groups`` are the numbers of the groups of the rows. ``inv_scale`` unscales all gradients. ``grad_scale`` is a
-    further factor of the gradients of each row.
+    further factor of the gradients of each row. ``found_inf`` is None if the update does not take it.
     """
 
     def __init__(
@@ -113,6 +114,9 @@ class Rows:
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
         self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
         self.grad_scale = torch.ones(tensors, dtype=dtype, device=bucket.device)
+        self.found_inf: Tensor | None = None
+        if bucket.takes_found_inf:
+            self.found_inf = torch.zeros((), dtype=torch.float32, device=bucket.device)
         self._group_keys = [entry.group << GROUP_SHIFT for entry in bucket.entries]
         self.groups: list[int] = []
         self._steps: list[int] = []

@@ -90,9 +90,9 @@ def test_only_what_is_used_is_copied():
 
 
 class Capturable(CpuBackend):
-    """The CPU backend with the check of the CUDA backend before each call."""
+    """The CPU backend with the check of the CUDA backend before each step."""
 
-    wrap_call = CudaBackend.wrap_call
+    check_step = CudaBackend.check_step
 
 
 def test_a_step_is_refused_while_a_cuda_graph_is_captured(monkeypatch):
@@ -105,6 +105,7 @@ def test_a_step_is_refused_while_a_cuda_graph_is_captured(monkeypatch):
     with pytest.raises(RuntimeError, match=r"cannot be captured in a CUDA graph.*call step\(\) outside"):
         optimizer.step()
     assert torch.equal(params[0], before)
+    assert not optimizer.state
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     optimizer.step()
     assert torch.equal(params[0], before - 0.5)

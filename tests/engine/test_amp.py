@@ -266,3 +266,14 @@ def test_the_scaler_of_torch_npu(make, fused):
         scaled_step(scalers[1], reference, twins, grads)
     assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
     assert_close(params, twins, 1e-6)
+
+
+def test_a_scaled_step_after_plain_ones(compiled):
+    """The plan of the plain steps does not unscale, so it is not used again."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = co.SGD(params, lr=1.0, compile=compiled, fused=True)
+    params[0].grad = torch.ones(4)
+    optimizer.step()
+    scaled_step(torch.amp.GradScaler("cpu", init_scale=8.0), optimizer, params, [torch.ones(4)])
+    assert params[0].tolist() == [-2.0] * 4
+    assert params[0].grad.tolist() == [1.0] * 4

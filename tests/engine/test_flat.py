@@ -14,6 +14,8 @@ from torch import nn
 import compiled_optim as co
 from catalog import CATALOG
 from compiled_optim.engine.flat_layout import ALIGNMENT, CHUNKS, WIDTH, FlatLayout
+from compiled_optim.engine.flat_memory import VISITS
+from tests.engine.formulas import FormulaOfEach
 from tests.helpers import SMALL, assert_close, assert_same_state, copies, gradients, parameters, run_python, train
 
 FLAT = dict(compile=False, layout="flat")
@@ -137,32 +139,105 @@ def test_the_model_loads_a_checkpoint(assign):
     assert len(optimizer.explain().events) == (4 if assign else 0)
 
 
-def test_changing_sets_of_gradients():
-    shapes = [(300,), (5, 4), (7,), (2000,)]
-    params = parameters(shapes, torch.float64)
-    twins = copies(params)
-    ours, theirs = co.AdamW(params, lr=0.1, **FLAT, on_realloc="raise"), torch.optim.AdamW(twins, lr=0.1)
-    for i, grads in enumerate(gradients(params, 12)):
+def step_some(params, twins, ours, theirs, is_absent, clip=None, seed=0, steps=12):
+    """Step two optimizers with the same gradients, some of them None; return the memory of all tensors of ours."""
+    places = []
+    for i, grads in enumerate(gradients(params, steps, seed=seed)):
         for k, (p, q, grad) in enumerate(zip(params, twins, grads, strict=True)):
-            p.grad = q.grad = grad.clone() if (i >> k) % 3 != 1 else None
+            p.grad, q.grad = (None, None) if is_absent(i, k) else (grad.clone(), grad.clone())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_([q for q in twins if q.grad is not None], clip)
         ours.step()
         theirs.step()
+        kept = [value for p in params for name, value in ours.state[p].items() if name not in ("step", "mu_product")]
+        places.append([tensor.data_ptr() for tensor in (*params, *kept)])
+    return places
+
+
+SUBSETS = {
+    "others each time": lambda i, k: i > 0 and (i >> k) % 3 == 1,
+    "few": lambda i, k: i > 0 and k != i % 4,
+    "one is absent once": lambda i, k: (i, k) == (1, 0),
+}
+
+
+@pytest.mark.parametrize("subsets", SUBSETS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Lamb", "AdamP"])
+def test_gradients_that_come_and_go_move_nothing(name, subsets):
+    """An absent gradient leaves its parameter and states alone. Seven steps are too few to move what is apart."""
+    params = parameters([(300,), (5, 4), (7,), (2000,)], torch.float64)
+    twins = copies(params)
+    options = {"lr": 0.1, **CATALOG[name].typical}
+    ours = getattr(co, name)(params, **options, max_grad_norm=1.0, **FLAT, on_realloc="raise")
+    theirs = (
+        CATALOG[name].reference(twins, **options)
+        if CATALOG[name].in_torch
+        else FormulaOfEach(twins, CATALOG[name], **options)
+    )
+    places = step_some(params, twins, ours, theirs, SUBSETS[subsets], clip=1.0, steps=7)
+    assert is_flat(ours)
+    assert_close(params, twins, 1e-9)
+    if CATALOG[name].in_torch:
+        for p, q in zip(params, twins, strict=True):
+            names = [name for name, value in theirs.state[q].items() if value is not None]
+            assert_close([ours.state[p][name] for name in names], [theirs.state[q][name] for name in names], 1e-9)
+    assert places[1:] == places[:-1]
+
+
+def test_parameters_that_stay_apart_move_once():
+    """One gradient is absent once. After some steps its parameter gets a buffer of its own, and then nothing moves."""
+    params = parameters([(300,), (700,), (2000,)], torch.float64)
+    twins = copies(params)
+    ours, theirs = co.AdamW(params, lr=0.1, **FLAT, on_realloc="raise"), torch.optim.AdamW(twins, lr=0.1)
+    places = step_some(params, twins, ours, theirs, lambda i, k: (i, k) == (1, 0), steps=VISITS + 6)
+    moves = [i for i in range(1, len(places)) if places[i] != places[i - 1]]
+    assert moves == [2 + VISITS]
+    assert [a == b for a, b in zip(places[0], places[-1], strict=True)][:3] == [False, True, True]
+    again = step_some(params, twins, ours, theirs, lambda i, k: i % 2 and k == 0, seed=1)
+    assert again == [places[-1]] * 12, "also if its gradient comes and goes"
     assert_close(params, twins, 1e-12)
-    for p, q in zip(params, twins, strict=True):
-        assert_close([ours.state[p]["exp_avg"]], [theirs.state[q]["exp_avg"]], 1e-12)
-        assert ours.state[p]["step"] == theirs.state[q]["step"]
 
 
-def test_a_parameter_without_a_gradient_does_not_keep_a_buffer():
+def test_most_of_a_buffer_that_is_not_used_is_given_back():
+    """All large parameters leave it, so the small one gets memory of its own."""
     params = parameters([(5000,), (3,)])
     optimizer = train(lambda p: co.AdamW(p, **FLAT), params, 2)
     buffer = params[1].untyped_storage().nbytes()
     values = params[1].detach().clone()
-    params[0].grad, params[1].grad = torch.ones(5000), None
+    params[0].data = params[0].data.double()
+    params[0].grad, params[1].grad = torch.ones(5000, dtype=torch.float64), None
     optimizer.step()
     assert params[1].untyped_storage().nbytes() == 12 < buffer
     assert optimizer.state[params[1]]["exp_avg"].untyped_storage().nbytes() == 12
     assert torch.equal(params[1], values)
+
+
+def test_a_parameter_that_was_removed_stays_as_it_is():
+    params = parameters([(300,), (5,)])
+    optimizer = train(lambda p: co.AdamW([{"params": p[:1]}, {"params": p[1:]}], **FLAT), params, 2)
+    optimizer = train(lambda p: co.AdamW(p, **FLAT), params, 2)
+    values = params[1].detach().clone()
+    optimizer.param_groups[0]["params"].pop()
+    train(lambda p: optimizer, params[:1], 2)
+    assert torch.equal(params[1], values)
+
+
+def test_a_state_in_the_place_of_a_parameter_that_has_left():
+    """Two absent parameters have exchanged their states, and one of them is no longer in the buffer."""
+    params = parameters([(9,), (3,), (3,)], torch.float64)
+    optimizer = train(lambda p: co.AdamW(p, lr=0.1, **FLAT), params, 2)
+    twins = copies(params)
+    other = co.AdamW(twins, lr=0.1, compile=False)
+    other.load_state_dict(optimizer.state_dict())
+    for own, opt in ((params, optimizer), (twins, other)):
+        a, b, c = own
+        opt.state[b]["exp_avg"], opt.state[c]["exp_avg"] = opt.state[c]["exp_avg"], opt.state[b]["exp_avg"]
+        c.data = c.data.clone()
+        for count in (1, 3):
+            for p in own:
+                p.grad = torch.ones_like(p) if p is a or count == 3 else None
+            opt.step()
+    assert_close(params, twins, 1e-12)
 
 
 def test_add_param_group_and_a_new_optimizer_over_the_same_parameters():
@@ -177,6 +252,24 @@ def test_add_param_group_and_a_new_optimizer_over_the_same_parameters():
     train(lambda p: co.Lion(p, lr=0.1, compile=False), twins, 2)
     assert is_flat(again), "they are taken out of the buffers of the first optimizer"
     assert_close(params, twins, 1e-12)
+
+
+def test_two_optimizers_over_the_same_parameters():
+    """Each moves the parameters into its own buffers, which is no reallocation; what a user does still is."""
+    params = parameters([(300,), (5, 4)], torch.float64)
+    twins = copies(params)
+    ours = [co.AdamW(params, lr=0.1, **FLAT, on_realloc="raise"), co.SGD(params[:1], lr=0.1, **FLAT)]
+    theirs = [torch.optim.AdamW(twins, lr=0.1), torch.optim.SGD(twins[:1], lr=0.1)]
+    for i, grads in enumerate(gradients(params, 6)):
+        for p, q, grad in zip(params, twins, grads, strict=True):
+            p.grad, q.grad = grad.clone(), grad.clone()
+        ours[i % 2].step()
+        theirs[i % 2].step()
+    assert_close(params, twins, 1e-12)
+    assert not any(optimizer.explain().events for optimizer in ours)
+    params[0].data = params[0].data.clone()
+    with pytest.raises(co.ReallocationError, match="storage changed"):
+        ours[0].step()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -321,7 +414,7 @@ def test_rows_of_a_matrix(width):
 INTERRUPTED = """
 import torch
 import compiled_optim as co
-from compiled_optim.engine.flat import FlatMemory
+from compiled_optim.engine.flat_memory import FlatMemory
 
 params = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
 optimizer = co.SGD(params, lr=0.5, momentum=0.9, compile=False, layout="flat", on_realloc="raise")

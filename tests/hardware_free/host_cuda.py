@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compiled_optim.backends import Availability, Call, Signature, Unit
+from compiled_optim.backends import Availability, Signature, Unit
 from compiled_optim.backends.cuda import CudaBackend
 from compiled_optim.backends.triton_compiler import compile_triton_table, load_triton_table
 
@@ -24,5 +24,5 @@ class HostCuda(CudaBackend):
     def compile_table(self, signature: Signature) -> Unit:
         return compile_triton_table(replace(signature, device="cuda:0"), memory="cpu")
 
-    def wrap_call(self, call: Call) -> Call:
-        return call  # a CPU build of torch cannot ask whether a stream is capturing
+    def check_step(self) -> None:
+        pass  # a CPU build of torch cannot ask whether a stream is capturing

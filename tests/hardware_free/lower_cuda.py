@@ -139,11 +139,13 @@ def registers(kernel: Any, signature: dict[str, str], target: int, warps: int, *
 POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64"}
 
 
-def drivers(name: str, dtype: torch.dtype, sharded: bool = False, **options: Any) -> dict[str, Any]:
-    """Compile the drivers of an optimizer for each target."""
+def drivers(
+    name: str, dtype: torch.dtype, sharded: bool = False, unscales: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Compile the drivers of an optimizer for each target. With ``unscales`` they take ``found_inf``."""
     found: dict[str, Any] = {}
     optimizer = steps.optimizer(name, dtype=dtype, **options)
-    for batch in steps.batches(optimizer, CpuBackend(), "cuda:0", sharded):
+    for batch in steps.batches(optimizer, HostCuda() if unscales else CpuBackend(), "cuda:0", sharded, unscales):
         for signature, _ in batch.calls:
             module = triton_compiler.load_module(triton_compiler.write_module(signature))
             number = POINTERS[signature.program.dtype]
@@ -227,6 +229,8 @@ def main() -> None:
             report["drivers"] |= drivers(name, torch.bfloat16)
         for dtype, options in steps.STORED.values():
             report["drivers"] |= drivers("AdamW", dtype, **options)
+        for name in ("AdamW", "Lamb"):
+            report["drivers"] |= drivers(name, torch.float32, unscales=True)
         report["drivers"] |= shared_kernels()
     json.dump(report, sys.stdout)
 

@@ -46,19 +46,22 @@ class OneProcess:
         """Leave the sums as they are."""
 
 
-def buckets(optimizer: co.Optimizer, backend: Backend, sharded: bool = False) -> list[Bucket]:
+def buckets(optimizer: co.Optimizer, backend: Backend, sharded: bool = False, unscales: bool = False) -> list[Bucket]:
     """Return the buckets of a step in which every parameter has a gradient."""
     groups, params = optimizer.param_groups, params_of(optimizer)
-    found = make_buckets(optimizer, groups, {}, params, lambda: [""] * len(params), lambda device: (backend, False))
+    names = [""] * len(params)
+    found = make_buckets(optimizer, groups, {}, params, lambda: names, lambda device: (backend, False), unscales)
     for bucket in found:
         bucket.shards = OneProcess() if sharded else None  # type: ignore[assignment]
     return found
 
 
-def batches(optimizer: co.Optimizer, backend: Backend, device: str, sharded: bool = False) -> list[Batch]:
+def batches(
+    optimizer: co.Optimizer, backend: Backend, device: str, sharded: bool = False, unscales: bool = False
+) -> list[Batch]:
     """Return the batches of a step, as if the parameters were on ``device`` and, optionally, sharded."""
     found = []
-    for bucket in buckets(optimizer, backend, sharded):
+    for bucket in buckets(optimizer, backend, sharded, unscales):
         for batch in bucket.batches(clips_any(optimizer, optimizer.param_groups)):
             batch.device = device
             found.append(batch)

@@ -120,6 +120,9 @@ Lamb[bfloat16, table] update                    79  80,  0, 16, 16
 AdamP[bfloat16, rows, table] measure           126 128,  0, 16,  4
 AdamP[bfloat16, rows, table] update             80  80, 16, 16, 16
 AdamP[bfloat16, table] update                   76  77,  0, 16, 16
+AdamW[float32, unscales, table] update          66  66,  0, 16, 16
+Lamb[float32, unscales, table] measure          59  57,  0, 16, 16
+Lamb[float32, unscales, table] update           39  40,  0, 16, 16
 add_up                                          48  40,  0,  8,  4
 clip                                            40  40,  0,  4,  4""",
     )
