@@ -7,7 +7,7 @@ from functools import partial
 from catalog import references
 from catalog.entry import Entry, Measured, Published
 from catalog.references import Formula
-from catalog.refused import BETAS, EPS, LR_AND_DECAY, NAN
+from catalog.refused import BETAS, EPS, LR_AND_DECAY, NAN, NESTEROV
 
 ADAMP = Entry(
     name="AdamP",
@@ -31,6 +31,31 @@ ADAMP = Entry(
     measured=Measured({"lr": 1e-3, "weight_decay": 1e-2}, states=2, published=(Published("adamp", "AdamP"),)),
 )
 
+SGDP = Entry(
+    name="SGDP",
+    reference=partial(Formula, formula=references.sgdp),
+    parity=(
+        {},
+        {"momentum": 0.9, "weight_decay": 0.1, "delta": 5.0, "wd_ratio": 0.3},
+        {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.2, "maximize": True},
+        {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True, "delta": 0.9, "eps": 1e-3},
+    ),
+    typical={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "delta": 0.9},
+    distributed={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        ({"momentum": -0.5}, "Invalid momentum value: -0.5"),
+        ({"momentum": 1.0}, "Invalid momentum value: 1.0"),
+        ({"delta": -0.1}, "Invalid delta value: -0.1"),
+        ({"wd_ratio": NAN}, "Invalid wd_ratio value: nan"),
+    ),
+    sums="tensor",
+    measured=Measured(
+        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 1e-4}, states=1, published=(Published("adamp", "SGDP"),)
+    ),
+)
+
 LAMB = Entry(
     name="Lamb",
     reference=partial(Formula, formula=references.lamb),
@@ -48,6 +73,27 @@ LAMB = Entry(
     measured=Measured(
         {"lr": 1e-2, "weight_decay": 1e-2}, states=2, published=(Published("perf.peers", "ForeachLamb"),)
     ),
+)
+
+LARS = Entry(
+    name="Lars",
+    reference=partial(Formula, formula=references.lars),
+    parity=(
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"momentum": 0.9, "nesterov": True, "always_adapt": True, "trust_coeff": 0.5, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.2},
+        {"weight_decay": 0.1, "trust_coeff": 0.5, "trust_clip": True, "eps": 1e-3},
+    ),
+    typical={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "trust_coeff": 0.5},
+    distributed={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "trust_coeff": 0.1},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        ({"momentum": NAN}, "Invalid momentum value: nan"),
+        ({"trust_coeff": -0.1}, "Invalid trust_coeff value: -0.1"),
+        ({"nesterov": True}, NESTEROV),
+    ),
+    sums="tensor",
 )
 
 BERT_ADAM = Entry(

@@ -204,3 +204,45 @@ def adamp(
         ratio = wd_ratio if memory["fired"] else 1.0
         results.append(p * (1 - lr * weight_decay * ratio) - lr / (1 - b1**t) * step)
     return results
+
+
+def sgdp(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, momentum: float = 0.0, dampening: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, eps: float = 1e-8, delta: float = 0.1, wd_ratio: float = 0.1,
+) -> list[Array]:  # fmt: skip
+    """Compute SGDP of the published code, which projects the momentum itself unless Nesterov momentum is used."""
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        memory["b"] = momentum * memory.get("b", 0.0) + (1 - dampening) * g
+        step = g + momentum * memory["b"] if nesterov else memory["b"]
+        memory["fired"] = None
+        if p.ndim > 1 and p.size:
+            memory["fired"], step = adamp_view(p, g, step, eps, delta)
+        if not nesterov:
+            memory["b"] = step
+        ratio = wd_ratio if memory["fired"] else 1.0
+        results.append(p * (1 - lr * weight_decay * ratio / (1 - momentum)) - lr * step)
+    return results
+
+
+def lars(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, momentum: float = 0.0, dampening: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, trust_coeff: float = 0.001, eps: float = 1e-8,
+    trust_clip: bool = False, always_adapt: bool = False,
+) -> list[Array]:  # fmt: skip
+    """Compute LARS of the paper, with the learning rate outside of the momentum as in published code."""
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        if weight_decay or always_adapt:
+            weight_norm, grad_norm = float(np.sqrt((p * p).sum())), float(np.sqrt((g * g).sum()))
+            ratio = 1.0
+            if weight_norm > 0 and grad_norm > 0:
+                ratio = trust_coeff * weight_norm / (grad_norm + weight_norm * weight_decay + eps)
+            if trust_clip:
+                ratio = min(ratio / lr, 1.0)
+            g = (g + weight_decay * p) * ratio
+        if momentum:
+            memory["b"] = momentum * memory["b"] + (1 - dampening) * g if "b" in memory else g
+            g = g + momentum * memory["b"] if nesterov else memory["b"]
+        results.append(p - lr * g)
+    return results

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from catalog.entry import Entry, Measured, Published, combinations
-from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN
-
-NESTEROV = "Nesterov momentum requires a momentum and zero dampening"
+from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN, NESTEROV
 
 SGD = Entry(
     name="SGD",

@@ -23,17 +23,20 @@ from compiled_optim.rules.adan import Adan
 from compiled_optim.rules.asgd import ASGD
 from compiled_optim.rules.bertadam import BertAdam
 from compiled_optim.rules.lamb import Lamb
+from compiled_optim.rules.lars import Lars
 from compiled_optim.rules.lion import Lion
 from compiled_optim.rules.nadam import NAdam
 from compiled_optim.rules.radam import RAdam
 from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.rules.rprop import Rprop
 from compiled_optim.rules.sgd import SGD
+from compiled_optim.rules.sgdp import SGDP
 from compiled_optim.tensors import Tensors
 
 __all__ = [
     "ASGD",
     "SGD",
+    "SGDP",
     "Adadelta",
     "Adagrad",
     "Adam",
@@ -47,6 +50,7 @@ __all__ = [
     "Comparison",
     "Explanation",
     "Lamb",
+    "Lars",
     "Lion",
     "NAdam",
     "Optimizer",
