@@ -22,6 +22,8 @@ CATALOG: dict[str, Entry] = {
         other.RMSPROP_TF,
         other.LION,
         other.ADAN,
+        other.SCHEDULE_FREE_ADAMW,
+        other.SCHEDULE_FREE_SGD,
         torch_entries.ADAMAX,
         torch_entries.ADAGRAD,
         torch_entries.RADAM,

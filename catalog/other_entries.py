@@ -172,3 +172,45 @@ ADAN = Entry(
         ({"betas": (0.9, 0.9, 1.0)}, "Invalid beta parameter at index 2: 1.0"),
     ),
 )
+
+MOMENTUM = "Invalid momentum of {}: {}; it must be between 0 and 1"
+
+SCHEDULE_FREE_ADAMW = Entry(
+    name="ScheduleFreeAdamW",
+    reference=partial(Formula, formula=references.schedule_free_adamw),
+    parity=(
+        {},
+        {"weight_decay": 0.1, "betas": (0.8, 0.95), "warmup_steps": 8, "eps": 1e-3, "maximize": True},
+        {"weight_decay": 0.1, "r": 0.5, "weight_lr_power": 1.0},
+    ),
+    typical={"weight_decay": 0.01, "warmup_steps": 3},
+    distributed={"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1},
+    refused=(
+        *LR_AND_DECAY,
+        *EPS,
+        *BETAS,
+        ({"betas": (0.0, 0.9)}, MOMENTUM.format("ScheduleFreeAdamW", 0.0)),
+        ({"warmup_steps": -1}, "Invalid warmup_steps value: -1"),
+    ),
+    float16={"eps": 1e-3},
+    measured=Measured(
+        {"lr": 2.5e-3, "weight_decay": 1e-2}, states=2, published=(Published("schedulefree", "AdamWScheduleFree"),)
+    ),
+)
+
+SCHEDULE_FREE_SGD = Entry(
+    name="ScheduleFreeSGD",
+    reference=partial(Formula, formula=references.schedule_free_sgd),
+    parity=(
+        {},
+        {"momentum": 0.8, "weight_decay": 0.1, "warmup_steps": 8, "maximize": True},
+        {"weight_decay": 0.1, "r": 0.5, "weight_lr_power": 1.0},
+    ),
+    typical={"lr": 0.1, "weight_decay": 0.01, "warmup_steps": 3},
+    distributed={"lr": 0.1, "weight_decay": 0.01},
+    refused=(
+        *LR_AND_DECAY,
+        *(({"momentum": value}, MOMENTUM.format("ScheduleFreeSGD", value)) for value in (0.0, 1.0, NAN)),
+        ({"r": -1.0}, "Invalid r value: -1.0"),
+    ),
+)

@@ -246,3 +246,44 @@ def lars(
             g = g + momentum * memory["b"] if nesterov else memory["b"]
         results.append(p - lr * g)
     return results
+
+
+def schedule_free(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, beta: float, weight_decay: float, warmup_steps: int,
+    r: float, weight_lr_power: float, normalized: Callable[[Array, Memory], Array],
+) -> list[Array]:  # fmt: skip
+    """Compute Schedule-Free of the paper, with x, y and z of each tensor; ``ps`` and the results are y."""
+    lr = lr * min(t / warmup_steps, 1.0) if warmup_steps else lr
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        memory["lr_max"] = max(lr, memory.get("lr_max", -1.0))
+        weight = t**r * memory["lr_max"] ** weight_lr_power
+        memory["sum"] = memory.get("sum", 0.0) + weight
+        c = weight / memory["sum"] if memory["sum"] else 0.0
+        x, z = memory.get("x", p), memory.get("z", p)
+        memory["z"] = z - lr * (normalized(g, memory) + weight_decay * p)
+        memory["x"] = (1 - c) * x + c * memory["z"]
+        results.append(beta * memory["x"] + (1 - beta) * memory["z"])
+    return results
+
+
+def schedule_free_adamw(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, weight_decay: float = 0.0, warmup_steps: int = 0, r: float = 0.0, weight_lr_power: float = 2.0,
+) -> list[Array]:  # fmt: skip
+    """Compute Schedule-Free AdamW of the paper."""
+
+    def normalized(g: Array, memory: Memory) -> Array:
+        memory["v"] = betas[1] * memory.get("v", 0.0) + (1 - betas[1]) * g * g
+        return np.asarray(g / (np.sqrt(memory["v"] / (1 - betas[1] ** t)) + eps))
+
+    return schedule_free(ps, gs, memories, t, lr, betas[0], weight_decay, warmup_steps, r, weight_lr_power, normalized)
+
+
+def schedule_free_sgd(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+    warmup_steps: int = 0, r: float = 0.0, weight_lr_power: float = 2.0,
+) -> list[Array]:  # fmt: skip
+    """Compute Schedule-Free SGD of the paper."""
+    rest = weight_decay, warmup_steps, r, weight_lr_power
+    return schedule_free(ps, gs, memories, t, lr, momentum, *rest, lambda g, memory: g)

@@ -29,6 +29,7 @@ from compiled_optim.rules.nadam import NAdam
 from compiled_optim.rules.radam import RAdam
 from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.rules.rprop import Rprop
+from compiled_optim.rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from compiled_optim.rules.sgd import SGD
 from compiled_optim.rules.sgdp import SGDP
 from compiled_optim.tensors import Tensors
@@ -60,5 +61,7 @@ __all__ = [
     "ReallocationError",
     "Rprop",
     "RuleError",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
     "Tensors",
 ]

@@ -253,6 +253,7 @@ class Optimizer(SavedOptimizer):
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         if self._has_averages_swapped_in:
             raise RuntimeError("step() inside ema() would train the averaged weights; leave the context first")
+        self.before_step(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -295,9 +296,12 @@ class Optimizer(SavedOptimizer):
         self._follow_modules()
         steps.attach(self.param_groups)
         steps.end_iteration()
+        self._stepper.advance(self.param_groups)
 
     def _update(self, only: Container[Tensor] | None = None) -> None:
         stepper, unscale = self._stepper, None
+        if only is not None:
+            self.before_step(self.param_groups)
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
             if amp.is_overflow(getattr(self, "found_inf", None)):
                 return

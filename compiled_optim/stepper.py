@@ -100,6 +100,8 @@ class Stepper:
                 plan, grads = self.sync_params(groups, state, make_plan)
                 match = Match.SOME
             norm = plan.run(grads, match is Match.SOME, unscale)
+            if only is None:
+                self.advance(groups)
             if unscale is not None and has_dtensor(params):
                 for grad in redistributed(all_params(groups)):
                     grad.mul_(unscale.to(grad.device))
@@ -110,6 +112,11 @@ class Stepper:
             raise
         self._has_stepped = True
         return norm
+
+    def advance(self, groups: Sequence[Group]) -> None:
+        """Write the entries of the groups that a step changes."""
+        for group in groups:
+            group.update(self._rule.after_step(group))
 
     def compared_step(
         self, comparison: Comparison, groups: Sequence[Group], state: State, unscale: Tensor | None
@@ -251,7 +258,8 @@ class Stepper:
         params = all_params(groups)
         grads = self._collect_grads(params, groups, only)
         fake: Any = next(filter(is_fake, (*params, *grads)), None)
-        if (is_fake_mode() or fake is not None) and not any(map(is_fake, params)):
+        is_copy = (is_fake_mode() or fake is not None) and not any(map(is_fake, params))
+        if is_copy:
             own: State = defaultdict(dict, {param: dict(values) for param, values in state.items()})
             state = with_own_memory(own, self._rule.number_names)
         with nullcontext() if fake is None else fake.fake_mode:
@@ -268,6 +276,8 @@ class Stepper:
             plan = Plan(self._rule, groups, state, buckets, grads)
             plan.refresh(groups)
             norm = plan.run(grads, True, unscale)
+        if only is None and not is_copy:
+            self.advance(groups)
         self.discard_plan()
         return norm
 

@@ -63,7 +63,7 @@ class BoundBucket(ABC):
 
     @abstractmethod
     def _place(
-        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Create missing states. Return the state tensors, and the lists that calls work on, parameters first.
 
@@ -163,7 +163,7 @@ class TensorBucket(BoundBucket):
         self.scalar_rows.write(progress, in_step)
 
     def _place(
-        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         bucket = self.bucket
         options = bucket.rows, bucket.program, bucket.kept_dtypes, self._rule.nonnegative

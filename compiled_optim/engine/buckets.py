@@ -213,7 +213,9 @@ def make_buckets(
             grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
         own_states = programs[number].states
-        own_formats = formats_for(groups[number], own_states, local, rule.nonnegative) if stored[number] else USUAL
+        own_formats = USUAL
+        if stored[number]:
+            own_formats = formats_for(groups[number], own_states, local, rule.nonnegative, rule.unquantized)
         kept, steps = tuple(states.new_state_dtype(name, dtype, own_formats) for name in own_states), 0
         if values:
             kept, steps = states.kept_dtypes(rule, values, param, own_states, own_formats, partial(_name, names, index))

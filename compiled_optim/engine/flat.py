@@ -23,7 +23,6 @@ from compiled_optim.engine.flat_layout import MARK, mark_of
 from compiled_optim.engine.rows import Progress, RowReader
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.stored_states import MASTER
-from compiled_optim.program import EMA
 
 
 class FlatBuffer:
@@ -161,7 +160,7 @@ class FlatBucket(BoundBucket):
         self._created = []
 
     def _place(
-        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         _, params, *of_states = self.buffers
         named = dict(zip(self.bucket.program.kept, of_states, strict=True))
@@ -169,10 +168,11 @@ class FlatBucket(BoundBucket):
             elsewhere = {}
             for i, (own, entry) in enumerate(zip(values, self.bucket.entries, strict=True)):
                 tensor = own.get(name)
-                if tensor is None and name in (EMA, MASTER):  # both start as copies of the parameter
+                value = None if name == MASTER else initial[i].get(name, 0.0)
+                if tensor is None and value is None:
                     tensor = entry.param
                 if tensor is None:
-                    buffer.views[i].fill_(initial[i].get(name, 0.0))
+                    buffer.views[i].fill_(value)
                 elif not buffer.holds(i, tensor):
                     elsewhere[i] = tensor
             buffer.load(elsewhere)

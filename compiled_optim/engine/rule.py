@@ -104,8 +104,11 @@ class Rule:
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
-    initial_values: ClassVar[Mapping[str, float | str]] = {}
-    """The initial values of states, if not zero. A string is the name of a hyperparameter with that value."""
+    initial_values: ClassVar[Mapping[str, float | str | None]] = {}
+    """The initial values of states, if not zero. A string is the name of a hyperparameter with that value.
+
+    A state with the initial value None starts as a copy of the parameter. It is never kept in 8 bits.
+    """
 
     numbers: ClassVar[Mapping[str, float | str]] = {}
     """Numbers that each parameter keeps in addition to ``step``, and their initial values as in ``initial_values``.
@@ -145,13 +148,30 @@ class Rule:
         """
         return {}
 
+    def before_step(self, groups: Sequence[Group]) -> None:
+        """Raise if these groups cannot be stepped now. This is called first in each step, before the closure."""
+
+    def after_step(self, group: Group) -> Mapping[str, Any]:
+        """Return the entries of a group that a step changes. They are written after all parameters were stepped.
+
+        :meth:`derived` gets the entries from before the step. An iteration whose step is skipped, as GradScaler does,
+        changes nothing.
+        """
+        return {}
+
     def clips(self, group: Group, dtype: torch.dtype) -> list[Clip]:
         """Return the clips that are applied to the gradients of a group in one dtype, in order."""
         return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
 
-    def initial_states(self, group: Group, names: Iterable[str]) -> dict[str, float]:
-        """Return the initial values of these states for a group."""
-        return {name: _initial(group, self.initial_values.get(name, 0.0)) for name in names}
+    def initial_states(self, group: Group, names: Iterable[str]) -> dict[str, float | None]:
+        """Return the initial values of these states for a group; None for a copy of the parameter."""
+        declared = {name: None if name == EMA else self.initial_values.get(name, 0.0) for name in names}
+        return {name: None if value is None else _initial(group, value) for name, value in declared.items()}
+
+    @property
+    def unquantized(self) -> frozenset[str]:
+        """The names of states that are never kept in 8 bits."""
+        return frozenset(name for name, value in self.initial_values.items() if value is None)
 
     def initial_numbers(self, group: Group) -> dict[str, float]:
         """Return the initial values of :attr:`numbers` for a group."""

@@ -104,7 +104,7 @@ def materialize_states(
     values: dict[str, Any],
     param: Tensor,
     local: Tensor,
-    initial: Mapping[str, float],
+    initial: Mapping[str, float | None],
     rows: bool,
     program: UpdateProgram,
     dtypes: Sequence[torch.dtype],
@@ -116,7 +116,7 @@ def materialize_states(
         values: the states of the parameter by name.
         param: the parameter.
         local: what this process holds of it.
-        initial: the initial values of the states. An average and master weights start as copies of the parameter.
+        initial: the initial values of the states, None for a copy of the parameter. Master weights start as copies too.
         rows: whether the program sees its rows.
         program: the program, which tells the storages.
         dtypes: the dtypes of the lists of the program after the parameters.
@@ -131,14 +131,14 @@ def materialize_states(
         if name in found:  # scales, which were made with the codes
             made = found[name]
         elif isinstance(storage, Quantized):
-            made, found[name + SCALE] = _codes(values, name, held, local, initial[name], rows, storage.signed)
+            made, found[name + SCALE] = _codes(values, name, held, local, initial[name] or 0.0, rows, storage.signed)
         elif held is not None and is_quantized(values, name):
             plain = dequantize(held, values[name + SCALE], name not in nonnegative, rows)
             made = layout.copy_like(local, plain, rows, dtype)
-        elif held is None and name in (EMA, MASTER):
+        elif held is None and ((value := initial.get(name, 0.0)) is None or name == MASTER):
             made = layout.copy_like(local, local.detach(), rows, dtype)
         elif held is None:
-            made = layout.full_like(local, initial.get(name, 0.0), rows, dtype)
+            made = layout.full_like(local, value, rows, dtype)
         elif held.device != local.device or held.dtype != dtype or not layout.pairs_with(local, held, rows):
             made = layout.copy_like(local, held, rows, dtype)
         else:

@@ -68,9 +68,16 @@ def uses_seed(group: Mapping[str, Any]) -> bool:
 
 
 def formats_for(
-    group: Mapping[str, Any], states: Sequence[str], param: Tensor, nonnegative: Collection[str]
+    group: Mapping[str, Any],
+    states: Sequence[str],
+    param: Tensor,
+    nonnegative: Collection[str],
+    unquantized: Collection[str] = (),
 ) -> Formats:
-    """Return how a parameter and its states are kept. ``nonnegative`` names states without a sign."""
+    """Return how a parameter and its states are kept.
+
+    ``nonnegative`` names states without a sign, ``unquantized`` those that are never kept in 8 bits.
+    """
     chosen, rounding = group.get("state_dtype"), group.get("rounding")
     storage: Storage | None = None
     if param.dtype in LOW_PRECISION:
@@ -87,7 +94,7 @@ def formats_for(
         named = chosen if isinstance(chosen, Mapping) else _for_all(chosen, states, nonnegative)
     is_small = param.numel() < QUANTIZED_FROM or param.ndim == 0
     kept = {
-        name: compute_dtype(param.dtype) if each == EIGHT_BIT and is_small else each
+        name: compute_dtype(param.dtype) if each == EIGHT_BIT and (is_small or name in unquantized) else each
         for name, each in named.items()
         if name in states
     }

@@ -21,6 +21,7 @@ COMPANIONS = (*Compensated.companions, *MasterWeights.companions)
 """The names of the companions of parameters."""
 
 (MASTER,) = MasterWeights.companions
+(COMPENSATION,) = Compensated.companions
 
 
 def is_quantized(values: Mapping[str, Any], name: str) -> bool:
