@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.cautious import Followed, follow, mask_update
 from compiled_optim.flat_tensors import FlatTensors, Segments
 from compiled_optim.locations import is_ours
 from compiled_optim.noise import Noise
@@ -28,7 +29,7 @@ TensorLists = Sequence[list[Tensor]]
 ALL_REDUCE = "all_reduce"
 """The keyword argument of a rule that sums over tensors."""
 
-MAX_NORM, EMA_DECAY, SEED = "max_grad_norm_per_parameter", "ema_decay", "seed"
+MAX_NORM, EMA_DECAY, SEED, SHRINK = "max_grad_norm_per_parameter", "ema_decay", "seed", "decoupled_shrink"
 """Scalars that the program uses itself. The rule does not get them."""
 
 EMA = "ema"
@@ -120,7 +121,8 @@ class UpdateProgram:
 
     A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
     them by ``grad_scale`` for its own use, after that. With the scalar MAX_NORM, the gradient of each tensor is clipped
-    by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters.
+    by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters. With the
+    scalar SHRINK, parameters are multiplied by it before the rule. A ``cautious`` program masks the rule's update.
 
     A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
@@ -140,6 +142,7 @@ class UpdateProgram:
     dtype: torch.dtype = torch.float32
     storages: tuple[Storage, ...] = ()
     companions: tuple[str, ...] = ()
+    cautious: bool = False
     phase: Phase = Phase.WHOLE
     segments: int = 0
 
@@ -163,7 +166,7 @@ class UpdateProgram:
     @property
     def reduces(self) -> bool:
         """Whether the program sums over tensors."""
-        return takes_all_reduce(self.update) or MAX_NORM in self.scalars
+        return takes_all_reduce(self.update) or MAX_NORM in self.scalars or self.cautious
 
     @property
     def is_separable(self) -> bool:
@@ -176,7 +179,8 @@ class UpdateProgram:
     @property
     def variant(self) -> tuple[str, ...]:
         """Words for logs: how gradients are scaled, and the phase if there are two."""
-        words = {"unscales": self.unscales, "scaled": self.scaled, self.phase.value: self.phase is not Phase.WHOLE}
+        words = {"cautious": self.cautious, "unscales": self.unscales, "scaled": self.scaled}
+        words |= {self.phase.value: self.phase is not Phase.WHOLE}
         return tuple(word for word, applies in words.items() if applies)
 
     @property
@@ -208,7 +212,7 @@ class UpdateProgram:
         storages = self.storages or (Direct(),) * len(kept)
         own = [[next(companions) for _ in storage.companions] for storage in storages]
         numbers = self._numbers(arguments.scalars)
-        max_norm, decay, seed = (numbers.pop(name, None) for name in (MAX_NORM, EMA_DECAY, SEED))
+        max_norm, decay, seed, shrink = (numbers.pop(name, None) for name in (MAX_NORM, EMA_DECAY, SEED, SHRINK))
         noise = None
         if any(storage.uses_noise for storage in storages):
             assert seed is not None
@@ -230,7 +234,12 @@ class UpdateProgram:
         if max_norm is not None:
             grads = _clipped(grads, max_norm, all_reduce)
         sums = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
-        self.update(params, grads, **named, **numbers, **dict(self.flags), **sums)
+        if shrink is not None:
+            params *= shrink
+        given = follow(params) if self.cautious else params
+        self.update(given, grads, **named, **numbers, **dict(self.flags), **sums)
+        if isinstance(given, Followed):
+            mask_update(given, grads, all_reduce)
         if average is not None:
             average.ema_(params, decay)
         for place, (storage, each, extra) in enumerate(zip(storages, kept, own, strict=True)):

@@ -12,9 +12,12 @@ import torch
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
-from compiled_optim.engine.rule import Group, Rule, by_name, declaration
-from compiled_optim.engine.storage_options import uses_seed
-from compiled_optim.program import EMA_DECAY
+from compiled_optim.engine.rule import DECOUPLED, Group, Rule, by_name, declaration
+from compiled_optim.engine.storage_options import KEYS
+from compiled_optim.program import EMA_DECAY, SHRINK
+
+OWN_OPTIONS = frozenset({*KEYS, EMA_DECAY, DECOUPLED, "cautious"})
+"""The keys of groups for options that every optimizer has."""
 
 GROUP_SHIFT = 48
 """A key of a row is the number of the group, shifted by this many bits, plus the step count.
@@ -54,6 +57,7 @@ class RowReader:
         self._flag_values = tuple(value for _, value in variant.flags)
         self._optional = [(name, name in variant.states) for name in optional]
         self._numbers = _getter(tuple(rule.numbers))
+        self._has_own = bool(variant.own_scalars) or variant.cautious
 
     def read(self, step: int, numbers: tuple[float, ...]) -> Reading | None:
         """Return the values for this step; None if the hyperparameters now select another program.
@@ -63,6 +67,13 @@ class RowReader:
         rule, group, variant = self._rule, self._group, self._variant
         if numbers:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
+        own = None
+        if self._has_own or group.keys() & OWN_OPTIONS or rule.max_grad_norm_per_parameter is not None:
+            own = rule.own_scalars(group, step)
+            if tuple(own) != variant.own_scalars or bool(group.get("cautious")) != variant.cautious:
+                return None
+            if SHRINK in own:
+                group = {**group, "weight_decay": 0.0}
         derived = rule.derived(group, step)
         known = by_name(group, derived)
         if (
@@ -74,15 +85,7 @@ class RowReader:
         for name, is_kept in self._optional:
             if bool(derived.get(name)) != is_kept:
                 return None
-        if (
-            variant.own_scalars
-            or EMA_DECAY in group
-            or rule.max_grad_norm_per_parameter is not None
-            or uses_seed(group)
-        ):
-            own = rule.own_scalars(group, step)
-            if tuple(own) != variant.own_scalars:
-                return None
+        if own:
             known |= own
         return [*map(float, self._values(known))], self._numbers(known)
 

@@ -20,12 +20,15 @@ from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.noise import step_seed
-from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, SEED, UpdateProgram
+from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, SEED, SHRINK, UpdateProgram
 
 Group = dict[str, Any]
 
 WARMUP_STEPS = 10
 """With ``ema_warmup`` the decay of the average in step t is at most t / (t + 9)."""
+
+DECOUPLED = "decoupled_weight_decay"
+"""The option of a group that decouples weight decay from the gradient. Some optimizers define it themselves."""
 
 BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
 """The names by which a formula gets the values of ``betas``."""
@@ -64,6 +67,7 @@ class Variant(NamedTuple):
     maximize: bool
     clips: bool
     own_scalars: tuple[str, ...]
+    cautious: bool
 
 
 class Row(NamedTuple):
@@ -194,14 +198,23 @@ class Rule:
         if decay is not None:
             warm = step / (step + WARMUP_STEPS - 1) if group.get("ema_warmup") else 1.0
             found[EMA_DECAY] = min(float(decay), warm) if step > 1 else 0.0
+        if self.decouples(group):
+            found[SHRINK] = 1 - float(group["lr"]) * float(group["weight_decay"])
         if uses_seed(group):
             found[SEED] = float(step_seed(int(group.get("rounding_seed", 0)), step))
         return found
 
+    def decouples(self, group: Group) -> bool:
+        """Return True if weight decay is applied to the parameters of a group before ``update``, which gets none."""
+        return bool(group.get(DECOUPLED)) and DECOUPLED not in declaration(type(self).update).keywords
+
     def row(self, group: Group, step: int) -> Row:
         """Return the hyperparameters of a step, and the variant they select. Numbers have their initial values."""
         states, optional, keywords = declaration(type(self).update)
+        own = self.own_scalars(group, step)
         group = {**group, **self.initial_numbers(group)}
+        if SHRINK in own:
+            group["weight_decay"] = 0.0
         derived = self.derived(group, step)
         known = by_name(group, derived)
         scalars: dict[str, float] = {}
@@ -215,11 +228,11 @@ class Rule:
             else:
                 scalars[name] = float(value)
         kept = tuple(state for state in states if state not in optional or derived.get(state)) if optional else states
-        own = self.own_scalars(group, step)
         if EMA_DECAY in own:
             kept = (*kept, EMA)
         clips = bool(self.clips(group, torch.float32))
-        return Row({**scalars, **own}, Variant(kept, tuple(flags), bool(group["maximize"]), clips, tuple(own)))
+        chosen = bool(group["maximize"]), clips, tuple(own), bool(group.get("cautious"))
+        return Row({**scalars, **own}, Variant(kept, tuple(flags), *chosen))
 
     def program(self, group: Group, unscales: bool = False) -> UpdateProgram:
         """Return the program for a group. With ``unscales`` it unscales gradients in place."""
@@ -232,6 +245,7 @@ class Rule:
             flags=variant.flags,
             scaled=variant.maximize or variant.clips,
             unscales=unscales,
+            cautious=variant.cautious,
         )
 
     def _undeclared(self, name: str) -> RuleError:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from compiled_optim.backends import disk_cache
-from compiled_optim.engine.rule import Group, Rule, declaration
+from compiled_optim.engine.rule import DECOUPLED, Group, Rule, declaration
 from compiled_optim.engine.sharding import check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
@@ -68,6 +68,25 @@ def check_own_norm(rule: Rule) -> None:
             "and these sums would depend on the clipped gradient; clip before the step with "
             "torch.nn.utils.clip_grad_norm_([param], max_norm)"
         )
+
+
+def check_cautious(rule: Rule, group: Group) -> None:
+    """Raise ValueError if the updates of a group shall be masked, or its decay decoupled, but the rule has no such form."""
+    name = type(rule).__name__
+    for option, chosen in (("cautious", group.get("cautious")), (DECOUPLED, rule.decouples(group))):
+        if chosen and rule.unquantized:
+            raise ValueError(
+                f"{name} does not support {option}=True: its state {min(rule.unquantized)!r} holds weights as well, "
+                "which would not be changed in the same way; use another optimizer"
+            )
+    if group.get("cautious") and (takes_all_reduce(type(rule).update) or rule.max_grad_norm_per_parameter is not None):
+        cause = "its formula sums over each tensor" if takes_all_reduce(type(rule).update) else "each gradient is clipped"
+        raise ValueError(
+            f"{name} does not support cautious=True here: {cause}, and the share of masked elements would depend on "
+            "these sums; use max_grad_norm instead of max_grad_norm_per_parameter, or an optimizer without such sums"
+        )
+    if rule.decouples(group) and not ("weight_decay" in group and "lr" in group):
+        raise ValueError(f"{name} does not support {DECOUPLED}=True: it has no weight_decay or no lr")
 
 
 def check_rule(rule: Rule, group: Group) -> None:
