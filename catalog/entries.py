@@ -26,6 +26,7 @@ CATALOG: dict[str, Entry] = {
         other.SCHEDULE_FREE_SGD,
         torch_entries.ADAMAX,
         torch_entries.ADAGRAD,
+        torch_entries.ADAFACTOR,
         torch_entries.RADAM,
         torch_entries.RPROP,
         torch_entries.NADAM,

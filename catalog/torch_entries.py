@@ -197,3 +197,28 @@ ASGD = Entry(
     tolerance=(1e-12, 2e-6),
     measured=Measured({"lr": 1e-2}, states=1),
 )
+
+ADAFACTOR = Entry(
+    name="Adafactor",
+    reference=torch.optim.Adafactor,
+    parity=(
+        *combinations(weight_decay=[None, 0.1], maximize=[None, True]),
+        {"beta2_decay": -0.5, "eps": (1e-2, 1e-2), "d": 1.5},
+    ),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.05},
+    refused=(
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"beta2_decay": 0.8}, "beta2_decay should be <= 0 but is: 0.8"),
+        ({"eps": (-1.0, 1e-3)}, "epsilon1 should be >= 0 but is: -1.0"),
+        ({"eps": (None, NAN)}, "epsilon2 should be >= 0 but is: nan"),
+        ({"d": 0.5}, "Clipping threshold d should be >= 1 but is: 0.5"),
+        ({"weight_decay": -1}, "weight_decay should be >= 0 but is: -1"),
+    ),
+    tolerance=(1e-12, 2e-6),
+    sums="tensor",
+    shards=False,
+    steps_empty=False,
+    measured=Measured({"lr": 1e-2}, states=1),
+)

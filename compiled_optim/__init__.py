@@ -15,6 +15,7 @@ from compiled_optim.engine.rule import Clip
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.rules.adadelta import Adadelta
+from compiled_optim.rules.adafactor import Adafactor
 from compiled_optim.rules.adagrad import Adagrad
 from compiled_optim.rules.adam import Adam, AdamW
 from compiled_optim.rules.adamax import Adamax
@@ -39,6 +40,7 @@ __all__ = [
     "SGD",
     "SGDP",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamP",

@@ -95,6 +95,10 @@ class Program(Protocol):
         """The numbers of the lists that have a number for each row of a 2-D tensor, or for each block of a 1-D one."""
         return ()
 
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
+        return tuple(shape)
+
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Run the program; it updates tensors in place."""
 
@@ -129,6 +133,8 @@ class UpdateProgram:
     computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
     the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
 
+    ``reduced`` are the numbers of the lists of states that have the size 1 in a dimension, and that dimension.
+
     With ``segments``, each list has one tensor: a flat buffer of this many segments, as a matrix.
     """
 
@@ -143,6 +149,7 @@ class UpdateProgram:
     storages: tuple[Storage, ...] = ()
     companions: tuple[str, ...] = ()
     cautious: bool = False
+    reduced: tuple[tuple[int, int], ...] = ()
     phase: Phase = Phase.WHOLE
     segments: int = 0
 
@@ -157,6 +164,12 @@ class UpdateProgram:
         by_rows = [storage.by_rows for storage in self.storages for _ in storage.companions]
         first = 2 + len(self.states)
         return tuple(first + i for i, is_by_rows in enumerate(by_rows) if is_by_rows)
+
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
+        if number in self.row_lists:
+            return tuple(shape[:1])
+        return reduced_shape(shape, dict(self.reduced).get(number))
 
     @property
     def plain(self) -> UpdateProgram:
@@ -174,7 +187,7 @@ class UpdateProgram:
 
         True for the rules of this package, which are tested for it. For other rules it is unknown.
         """
-        return is_ours(self.update)
+        return is_ours(self.update) and not self.reduced
 
     @property
     def variant(self) -> tuple[str, ...]:
@@ -277,6 +290,13 @@ def _clipped(grads: Tensors, max_norm: Number, all_reduce: AllReduce) -> Tensors
     return grads * squares.map(factor)
 
 
+def reduced_shape(shape: Sequence[Any], dim: int | None) -> tuple[Any, ...]:
+    """Return a shape with the size 1 in a dimension, -1 or -2; the shape itself for None."""
+    if dim is None:
+        return tuple(shape)
+    return tuple(1 if i == len(shape) + dim else size for i, size in enumerate(shape))
+
+
 @lru_cache(maxsize=1024)
 def takes_all_reduce(update: Callable[..., None]) -> bool:
     """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
@@ -287,7 +307,8 @@ def takes_all_reduce(update: Callable[..., None]) -> bool:
 def count_sums(program: UpdateProgram, rank: int) -> int:
     """Return the number of sums that a rule computes over each tensor with ``rank`` dimensions; it is run once."""
     program = program.plain
-    lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(program.states))]
+    shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states)))
+    lists = [[torch.ones(shape, device="cpu")] for shape in shapes]
     return len(program.measure(lists, example_arguments(program)))
 
 
@@ -353,6 +374,10 @@ class SquaredNormProgram:
     result: Result = Result.SUM
     reduces: bool = True
     row_lists: tuple[int, ...] = ()
+
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape itself."""
+        return tuple(shape)
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor:
         """Return the sum as a 0-dim tensor."""

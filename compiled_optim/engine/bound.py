@@ -173,10 +173,10 @@ class TensorBucket(BoundBucket):
         ]
         lists = [[self._updated(entry) for entry in bucket.entries], *map(list, zip(*kept, strict=True))]
         if not bucket.backend.by_address:
-            by_rows = [i - 1 for i in bucket.program.row_lists]  # without the gradients
+            program = bucket.program
             lists = [
-                tensors if i in by_rows else [layout.working_view(tensor, bucket.rows) for tensor in tensors]
-                for i, tensors in enumerate(lists)
+                tensors if i in program.row_lists else [layout.working_view(tensor, bucket.rows) for tensor in tensors]
+                for i, tensors in enumerate(lists, 1)  # without the gradients
             ]
         return [tensor for tensors in kept for tensor in tensors], lists
 
@@ -204,7 +204,7 @@ class TensorBucket(BoundBucket):
         return views
 
 
-def _converted(param: Tensor, rows: bool, dtype: torch.dtype, by_address: bool, grad: Tensor) -> Tensor:
+def _converted(param: Tensor, rows: int, dtype: torch.dtype, by_address: bool, grad: Tensor) -> Tensor:
     """Return a copy of a gradient with the dtype and the strides that the calls need."""
     copy = layout.copy_like(param, grad, rows, dtype)
     return copy if by_address else layout.working_view(copy, rows)

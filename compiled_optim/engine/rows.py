@@ -12,7 +12,7 @@ import torch
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
-from compiled_optim.engine.rule import DECOUPLED, Group, Rule, by_name, declaration
+from compiled_optim.engine.rule import DECOUPLED, DTYPE_EPS, Group, Rule, by_name, declaration
 from compiled_optim.engine.storage_options import KEYS
 from compiled_optim.program import EMA_DECAY, SHRINK
 
@@ -50,7 +50,8 @@ class RowReader:
 
     def __init__(self, rule: Rule, group: Group) -> None:
         scalars, variant = rule.row(group, 1)
-        _, optional, _ = declaration(type(rule).update)
+        _, optional, keywords = declaration(type(rule).update)
+        self._takes_eps = DTYPE_EPS in keywords
         self._rule, self._group, self._variant = rule, group, variant
         self._values = _getter(tuple(scalars))
         self._flags = _getter(tuple(name for name, _ in variant.flags))
@@ -59,10 +60,10 @@ class RowReader:
         self._numbers = _getter(tuple(rule.numbers))
         self._has_own = bool(variant.own_scalars) or variant.cautious
 
-    def read(self, step: int, numbers: tuple[float, ...]) -> Reading | None:
+    def read(self, step: int, numbers: tuple[float, ...], eps: float) -> Reading | None:
         """Return the values for this step; None if the hyperparameters now select another program.
 
-        ``numbers`` are those of the parameters before the step.
+        ``numbers`` are those of the parameters before the step, ``eps`` is the machine epsilon of their dtype.
         """
         rule, group, variant = self._rule, self._group, self._variant
         if numbers:
@@ -87,6 +88,8 @@ class RowReader:
                 return None
         if own:
             known |= own
+        if self._takes_eps:
+            known[DTYPE_EPS] = eps
         return [*map(float, self._values(known))], self._numbers(known)
 
 
@@ -113,6 +116,7 @@ class Rows:
         self.counters = counters
         self._numbers = numbers
         self._readers = readers
+        self._eps = torch.finfo(bucket.dtypes[1]).eps
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
         self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
         self.grad_scale = torch.ones(tensors, dtype=dtype, device=bucket.device)
@@ -129,7 +133,7 @@ class Rows:
             return False
         values, after = [], []
         for number, steps, before in zip(self.groups, self._steps, self._before, strict=True):
-            row = self._readers[number].read(steps + 1, before)
+            row = self._readers[number].read(steps + 1, before, self._eps)
             if row is None:
                 return False
             values.append(row[0])

@@ -20,7 +20,16 @@ from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.noise import step_seed
-from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, SEED, SHRINK, UpdateProgram
+from compiled_optim.program import (
+    ALL_REDUCE,
+    EMA,
+    EMA_DECAY,
+    MAX_NORM,
+    SEED,
+    SHRINK,
+    UpdateProgram,
+    reduced_shape,
+)
 
 Group = dict[str, Any]
 
@@ -29,6 +38,9 @@ WARMUP_STEPS = 10
 
 DECOUPLED = "decoupled_weight_decay"
 """The option of a group that decouples weight decay from the gradient. Some optimizers define it themselves."""
+
+DTYPE_EPS = "dtype_eps"
+"""A hyperparameter that every rule may take: the machine epsilon of the dtype of the parameter."""
 
 BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
 """The names by which a formula gets the values of ``betas``."""
@@ -108,6 +120,22 @@ class Rule:
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
+    matrices: ClassVar[bool] = False
+    """Whether ``update`` sees parameters of two and more dimensions as stacks of matrices.
+
+    They are 3-D tensors then: the last two dimensions of the parameter, and all others as one. Such a rule is called
+    for one tensor at a time, and sharded parameters are refused.
+    """
+
+    reduced_states: ClassVar[Mapping[str, int]] = {}
+    """States that have the size 1 in one dimension, -1 or -2. Only parameters that are seen as matrices have them."""
+
+    vector_states: ClassVar[frozenset[str]] = frozenset()
+    """States that only parameters of one dimension or none have."""
+
+    takes_complex: ClassVar[bool] = True
+    """Whether complex parameters can be stepped. ``update`` sees them as real ones."""
+
     initial_values: ClassVar[Mapping[str, float | str | None]] = {}
     """The initial values of states, if not zero. A string is the name of a hyperparameter with that value.
 
@@ -175,7 +203,26 @@ class Rule:
     @property
     def unquantized(self) -> frozenset[str]:
         """The names of states that are never kept in 8 bits."""
-        return frozenset(name for name, value in self.initial_values.items() if value is None)
+        copies = {name for name, value in self.initial_values.items() if value is None}
+        return frozenset({*copies, *self.reduced_states})
+
+    def view_rank(self, param: Tensor) -> int:
+        """Return the number of dimensions in which ``update`` sees a parameter."""
+        if param.ndim < 2:
+            return 1
+        return 3 if self.matrices else 2 if self.rowwise else 1
+
+    def states_of(self, param: Tensor, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of these states that a parameter has."""
+        return self._kept_by_rank(self.view_rank(param), names)
+
+    def _kept_by_rank(self, rank: int, names: Sequence[str]) -> tuple[str, ...]:
+        others = self.vector_states if rank == 3 else self.reduced_states.keys()
+        return tuple(name for name in names if name not in others)
+
+    def state_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a state of a parameter with this shape."""
+        return reduced_shape(shape, self.reduced_states.get(name))
 
     def initial_numbers(self, group: Group) -> dict[str, float]:
         """Return the initial values of :attr:`numbers` for a group."""
@@ -216,7 +263,7 @@ class Rule:
         if SHRINK in own:
             group["weight_decay"] = 0.0
         derived = self.derived(group, step)
-        known = by_name(group, derived)
+        known = {DTYPE_EPS: torch.finfo(torch.float32).eps, **by_name(group, derived)}
         scalars: dict[str, float] = {}
         flags = []
         for name in keywords:
@@ -234,18 +281,23 @@ class Rule:
         chosen = bool(group["maximize"]), clips, tuple(own), bool(group.get("cautious"))
         return Row({**scalars, **own}, Variant(kept, tuple(flags), *chosen))
 
-    def program(self, group: Group, unscales: bool = False) -> UpdateProgram:
-        """Return the program for a group. With ``unscales`` it unscales gradients in place."""
+    def program(self, group: Group, unscales: bool = False, rank: int = 1) -> UpdateProgram:
+        """Return the program for parameters of a group that it sees with ``rank`` dimensions.
+
+        With ``unscales`` it unscales gradients in place.
+        """
         scalars, variant = self.row(group, 1)
+        states = self._kept_by_rank(rank, variant.states)
         return UpdateProgram(
             name=type(self).__name__,
             update=type(self).update,
-            states=variant.states,
+            states=states,
             scalars=tuple(scalars),
             flags=variant.flags,
             scaled=variant.maximize or variant.clips,
             unscales=unscales,
             cautious=variant.cautious,
+            reduced=tuple((2 + i, self.reduced_states[name]) for i, name in enumerate(states) if name in self.reduced_states),
         )
 
     def _undeclared(self, name: str) -> RuleError:

@@ -51,13 +51,16 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
     is_plain = PLAIN_TYPES.issuperset(map(type, params))
     if is_plain and is_ours(type(rule)):
         return
-    program = rule.program(group)
     if compiled:
-        try_out(rule, program)
+        try_out(rule, rule.program(group))
+        if rule.matrices:
+            try_out(rule, rule.program(group, rank=3), (3,))
     if not is_plain:
         for name, param in zip(names()[-len(params) :], params, strict=True):
             if param.requires_grad:  # a frozen one is checked when it gets a gradient
-                check_supported(type(rule).__name__, name, param, program, rule.rowwise)
+                rank = rule.view_rank(param)
+                program = rule.program(group, rank=rank if rule.matrices else 1)
+                check_supported(type(rule).__name__, name, param, program, rank)
 
 
 def check_own_norm(rule: Rule) -> None:
@@ -132,10 +135,13 @@ def check_rule(rule: Rule, group: Group) -> None:
     rule.row(group, 1)  # raises RuleError if a hyperparameter has no value
 
 
-def try_out(rule: Rule, program: UpdateProgram) -> None:
-    """Raise RuleError if a user's update cannot be compiled, or does not update all parameters and states."""
+def try_out(rule: Rule, program: UpdateProgram, ranks: tuple[int, ...] = ()) -> None:
+    """Raise RuleError if a user's update cannot be compiled, or does not update all parameters and states.
+
+    It is tried on tensors with each of these numbers of dimensions; by default, with those of a rule without matrices.
+    """
     if not is_ours(type(rule)):
-        _try_out(replace(program, scaled=False), (1, 2) if rule.rowwise else (1,))
+        _try_out(replace(program, scaled=False), ranks or ((1, 2) if rule.rowwise else (1,)))
 
 
 def _check_signature(rule: Rule) -> None:
@@ -195,13 +201,15 @@ class _Trial:
     def __init__(self, program: UpdateProgram, rank: int) -> None:
         self.program = program
         generator = torch.Generator().manual_seed(0)
-        self.shapes = [(3,) * rank, (2,) * rank]
         names = ["grads", "params", *program.states]
+        self.shapes = {
+            name: [program.list_shape(i, shape) for shape in ((3,) * rank, (2,) * rank)] for i, name in enumerate(names)
+        }
 
         def example(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
 
-        self.lists = {name: [example(*shape) for shape in self.shapes] for name in names}
+        self.lists = {name: [example(*shape) for shape in shapes] for name, shapes in self.shapes.items()}
         self.scalars = example(2 * len(program.scalars))
         self.read: dict[int, str] = {}  # the last line that read each memory
         self.written: set[int] = set()
@@ -219,7 +227,7 @@ class _Trial:
             remedy = "see the error above; a rule gets lists of 1-D tensors, or of 2-D tensors too if it is rowwise"
             raise RuleError(f"{rule} fails on two small tensors: {error}", self._where(error), remedy) from error
         for name, tensors in self.lists.items():
-            if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes, strict=True)):
+            if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes[name], strict=True)):
                 where = rebinding(self.program.update, name) or definition(self.program.update)
                 raise RuleError(
                     f"{rule} changes the shape of {name!r}", where, "a state has the shape of its parameter"

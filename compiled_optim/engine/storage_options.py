@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -142,12 +143,10 @@ def companion_dtypes(formats: Formats, states: Sequence[str], dtype: torch.dtype
 def bytes_by_list(program: UpdateProgram, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> dict[str, int]:
     """Return the bytes of a parameter whose working view has this shape, by the name of the list."""
     names = ("gradients", "parameters", *program.kept)
-    elements = 1
-    for size in shape:
-        elements *= size
+    elements = math.prod(shape)
     rows = blocks(elements) if len(shape) == 1 else shape[0]
     return {
-        name: (rows if i in program.row_lists else elements) * dtype.itemsize
+        name: (rows if i in program.row_lists else math.prod(program.list_shape(i, shape))) * dtype.itemsize
         for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True))
     }
 
