@@ -24,6 +24,7 @@ CATALOG: dict[str, Entry] = {
         other.ADAN,
         other.SCHEDULE_FREE_ADAMW,
         other.SCHEDULE_FREE_SGD,
+        other.PRODIGY,
         torch_entries.ADAMAX,
         torch_entries.ADAGRAD,
         torch_entries.ADAFACTOR,

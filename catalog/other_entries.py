@@ -7,7 +7,7 @@ from functools import partial
 from catalog import references
 from catalog.entry import Entry, Measured, Published
 from catalog.references import Formula
-from catalog.refused import BETAS, EPS, LR_AND_DECAY, NAN, NESTEROV
+from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN, NESTEROV
 
 ADAMP = Entry(
     name="AdamP",
@@ -213,4 +213,31 @@ SCHEDULE_FREE_SGD = Entry(
         *(({"momentum": value}, MOMENTUM.format("ScheduleFreeSGD", value)) for value in (0.0, 1.0, NAN)),
         ({"r": -1.0}, "Invalid r value: -1.0"),
     ),
+)
+
+PRODIGY = Entry(
+    name="Prodigy",
+    reference=partial(Formula, formula=references.prodigy),
+    # with a d0 that moves parameters by more than a few units of their last bit in float32
+    parity=(
+        {"d0": 0.05},
+        {"d0": 0.05, "weight_decay": 0.1, "use_bias_correction": True, "growth_rate": 1.3, "maximize": True},
+        {"d0": 0.05, "weight_decay": 0.1, "decouple": False, "safeguard_warmup": True, "d_coef": 2.0, "eps": 1e-3},
+    ),
+    typical={"d0": 0.05, "weight_decay": 0.01, "use_bias_correction": True},
+    distributed={"d0": 0.05, "lr": 1.0, "eps": 1e-3},
+    refused=(
+        *LR,
+        ({"weight_decay": NAN}, "Invalid weight_decay value: nan"),
+        ({"d0": 0.0}, "Invalid d0 value: 0.0"),
+        ({"eps": 0.0}, "Invalid epsilon value: 0.0"),
+        *BETAS,
+        ({"beta3": 1.0}, "Invalid beta3 parameter: 1.0"),
+        ({"growth_rate": 0.9}, "Invalid growth_rate value: 0.9"),
+    ),
+    tolerance=(1e-10, 2e-5),
+    float16={"eps": 1e-3},
+    sums="all gradients",
+    without_norm={"d_coef": 0.0, "d0": 0.5},
+    measured=Measured({"lr": 1.0}, states=4, published=(Published("prodigyopt", "Prodigy"),)),
 )

@@ -287,3 +287,36 @@ def schedule_free_sgd(
     """Compute Schedule-Free SGD of the paper."""
     rest = weight_decay, warmup_steps, r, weight_lr_power
     return schedule_free(ps, gs, memories, t, lr, momentum, *rest, lambda g, memory: g)
+
+
+def prodigy(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    beta3: float | None = None, eps: float = 1e-8, weight_decay: float = 0.0, decouple: bool = True,
+    use_bias_correction: bool = False, safeguard_warmup: bool = False, d0: float = 1e-6, d_coef: float = 1.0,
+    growth_rate: float = math.inf,
+) -> list[Array]:  # fmt: skip
+    """Compute Prodigy of the paper (its Adam form), with the estimate of all tensors in ``memories[0]``."""
+    b1, b2 = betas
+    b3 = math.sqrt(b2) if beta3 is None else beta3
+    first = memories[0]
+    d, d_max, numerator = first.get("d", d0), first.get("d_max", d0), b3 * first.get("numerator", 0.0)
+    step = d * lr * (math.sqrt(1 - b2**t) / (1 - b1**t) if use_bias_correction else 1.0)
+    denominator = 0.0
+    gs = [g if decouple else g + weight_decay * p for p, g in zip(ps, gs, strict=True)]
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        memory.setdefault("p0", p)
+        moments(memory, d * g, b1, b2)
+        memory["s"] = b3 * memory.get("s", 0.0) + d / d0 * (d if safeguard_warmup else step) * g
+        numerator += d / d0 * step * float((g * (memory["p0"] - p)).sum())
+        denominator += float(np.abs(memory["s"]).sum())
+    d_hat = d_coef * numerator / denominator
+    if d == d0:
+        d = max(d, d_hat)
+    d_max = max(d_max, d_hat)
+    d = min(d_max, d * growth_rate)
+    first.update(d=d, d_max=d_max, numerator=numerator)
+    results = []
+    for p, memory in zip(ps, memories, strict=True):
+        decayed = p * (1 - weight_decay * step) if decouple else p
+        results.append(decayed - step * memory["m"] / (np.sqrt(memory["v"]) + d * eps))
+    return results

@@ -27,6 +27,7 @@ from compiled_optim.rules.lamb import Lamb
 from compiled_optim.rules.lars import Lars
 from compiled_optim.rules.lion import Lion
 from compiled_optim.rules.nadam import NAdam
+from compiled_optim.rules.prodigy import Prodigy
 from compiled_optim.rules.radam import RAdam
 from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.rules.rprop import Rprop
@@ -57,6 +58,7 @@ __all__ = [
     "Lion",
     "NAdam",
     "Optimizer",
+    "Prodigy",
     "RAdam",
     "RMSprop",
     "RMSpropTF",

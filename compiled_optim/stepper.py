@@ -101,7 +101,7 @@ class Stepper:
                 match = Match.SOME
             norm = plan.run(grads, match is Match.SOME, unscale)
             if only is None:
-                self.advance(groups)
+                self.advance(groups, plan.sums())
             if unscale is not None and has_dtensor(params):
                 for grad in redistributed(all_params(groups)):
                     grad.mul_(unscale.to(grad.device))
@@ -113,10 +113,10 @@ class Stepper:
         self._has_stepped = True
         return norm
 
-    def advance(self, groups: Sequence[Group]) -> None:
-        """Write the entries of the groups that a step changes."""
+    def advance(self, groups: Sequence[Group], sums: Sequence[float] = ()) -> None:
+        """Write the entries of the groups that a step changes. ``sums`` are those over all parameters."""
         for group in groups:
-            group.update(self._rule.after_step(group))
+            group.update(self._rule.after_step(group, sums))
 
     def compared_step(
         self, comparison: Comparison, groups: Sequence[Group], state: State, unscale: Tensor | None
@@ -277,7 +277,7 @@ class Stepper:
             plan.refresh(groups)
             norm = plan.run(grads, True, unscale)
         if only is None and not is_copy:
-            self.advance(groups)
+            self.advance(groups, () if fake is not None else plan.sums())
         self.discard_plan()
         return norm
 

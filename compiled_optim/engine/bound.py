@@ -91,6 +91,15 @@ class BoundBucket(ABC):
         steps of updated parameters are counted.
         """
 
+    @abstractmethod
+    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Compute the sums of the rule over the tensors of this bucket; return them, a row for each sum."""
+
+    def set_totals(self, totals: Tensor) -> None:
+        """Let the update use these sums for all tensors."""
+        assert self._totals is not None
+        self._totals.copy_(totals.unsqueeze(1).expand_as(self._totals))
+
     def bound_batches(self) -> list[BoundBatch]:
         """Return the bound batches of the update, one for each phase."""
         return [self._update] if self._measure is None else [self._measure, self._update]
@@ -135,13 +144,10 @@ class TensorBucket(BoundBucket):
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
         """Update the parameters and states in place."""
-        for copy, param in self._copies:
-            copy.copy_(param)
-        if self._measure is not None:
-            self._measure(grads)
-            assert self.bucket.shards is not None
-            assert self._totals is not None
-            self.bucket.shards.all_reduce_(self._totals)
+        if self._measure is not None and not self._rule.sums_over_all:
+            self.measure(grads)
+        else:
+            self._load_copies()
         present = [grad is not None for grad in grads] if some_absent else None
         before, runs = self.scalar_rows.progress(), self._update.runs[:]
         after = self.scalar_rows.after(present)
@@ -155,6 +161,21 @@ class TensorBucket(BoundBucket):
                 self._finish(before.partly(after, updated), False)
                 self._created = [i for i in self._created if not updated[i]]
             raise
+
+    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Compute the sums of the rule over each tensor and all its shards."""
+        self._load_copies()
+        assert self._measure is not None
+        assert self._totals is not None
+        self._measure(grads)
+        if self.bucket.shards is not None:
+            self.bucket.shards.all_reduce_(self._totals)
+        return self._totals
+
+    def _load_copies(self) -> None:
+        """Copy the parameters that are not dense."""
+        for copy, param in self._copies:
+            copy.copy_(param)
 
     def _finish(self, progress: Progress, in_step: bool) -> None:
         """Write to parameters that are not dense, and count the step. The call can be repeated."""
@@ -208,3 +229,11 @@ def _converted(param: Tensor, rows: int, dtype: torch.dtype, by_address: bool, g
     """Return a copy of a gradient with the dtype and the strides that the calls need."""
     copy = layout.copy_like(param, grad, rows, dtype)
     return copy if by_address else layout.working_view(copy, rows)
+
+
+def add_up(totals: Sequence[Tensor]) -> Tensor:
+    """Return the sums over the columns of all these matrices. They are computed on an accelerator if one is there."""
+    device = next((each.device for each in totals if each.device.type != "cpu"), totals[0].device)
+    sums = [each.sum(1).to(device, non_blocking=True) for each in totals]
+    dtype = max((each.dtype for each in sums), key=lambda dtype: dtype.itemsize)
+    return torch.stack([each.to(dtype) for each in sums]).sum(0)

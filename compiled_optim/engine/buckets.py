@@ -67,6 +67,7 @@ class Bucket:
     shards: ShardSpec | None = None
     is_flat: bool = False
     is_outside: bool = False
+    sums_over_all: bool = False
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -109,8 +110,9 @@ class Bucket:
 
     @cached_property
     def sums(self) -> int:
-        """The number of sums over each tensor that are all-reduced; 0 if the tensors are not sharded."""
-        return count_sums(self.program, 1 + self.rows) if self.shards is not None and self.program.reduces else 0
+        """The number of sums over each tensor that are added up over shards or parameters; 0 if they are not."""
+        adds_up = self.shards is not None or self.sums_over_all
+        return count_sums(self.program, 1 + self.rows) if adds_up and self.program.reduces else 0
 
     @cached_property
     def norm(self) -> Batch:
@@ -245,6 +247,7 @@ def make_buckets(
         is_flat = (
             flat[device]
             and shards is None
+            and not rule.sums_over_all
             and i not in waves
             and flat_layout.fits(entry.param, entry.rows)
             and works_flat(programs[kind], 1 + entry.rows)
@@ -257,6 +260,7 @@ def make_buckets(
                 program = with_storages(programs[kind], own[1:], formats[i], rule.nonnegative)
                 bucket = Bucket(groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
                 bucket.is_outside = flat[device] and not is_flat
+                bucket.sums_over_all = rule.sums_over_all
                 buckets[key] = bucket
             bucket = buckets[key]
         bucket.entries.append(entry)

@@ -154,6 +154,10 @@ class FlatBucket(BoundBucket):
                 self._finish(after)
             raise
 
+    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Raise: rules with sums over all parameters are not stepped in flat buffers."""
+        raise NotImplementedError
+
     def _finish(self, progress: Progress) -> None:
         """Count the step. The call can be repeated."""
         self.scalar_rows.write(progress, True)

@@ -133,6 +133,13 @@ class Rule:
     vector_states: ClassVar[frozenset[str]] = frozenset()
     """States that only parameters of one dimension or none have."""
 
+    sums_over_all: ClassVar[bool] = False
+    """Whether ``all_reduce`` adds up the sums of all parameters of the optimizer, instead of those of each tensor.
+
+    Such a rule passes over all gradients before the first parameter is updated. :meth:`after_step` gets the sums on the
+    host, which waits for the device.
+    """
+
     takes_complex: ClassVar[bool] = True
     """Whether complex parameters can be stepped. ``update`` sees them as real ones."""
 
@@ -183,9 +190,10 @@ class Rule:
     def before_step(self, groups: Sequence[Group]) -> None:
         """Raise if these groups cannot be stepped now. This is called first in each step, before the closure."""
 
-    def after_step(self, group: Group) -> Mapping[str, Any]:
+    def after_step(self, group: Group, sums: Sequence[float] = ()) -> Mapping[str, Any]:
         """Return the entries of a group that a step changes. They are written after all parameters were stepped.
 
+        ``sums`` are those over all parameters, if the rule has :attr:`sums_over_all`.
         :meth:`derived` gets the entries from before the step. An iteration whose step is skipped, as GradScaler does,
         changes nothing.
         """

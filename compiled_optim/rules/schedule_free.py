@@ -68,7 +68,7 @@ class ScheduleFree(Optimizer):
                     "before evaluation"
                 )
 
-    def after_step(self, group: Group) -> Mapping[str, Any]:
+    def after_step(self, group: Group, sums: Sequence[float] = ()) -> Mapping[str, Any]:
         steps, warmup = group["k"] + 1, group["warmup_steps"]
         lr = float(group["lr"]) * min(steps / warmup, 1.0) if warmup else float(group["lr"])
         lr_max = max(lr, group["lr_max"])
