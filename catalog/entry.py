@@ -49,6 +49,8 @@ class Entry:
     Attributes:
         name: The name of the class in ``compiled_optim``, and in torch.optim if it has one.
         reference: The class that the results are compared with: from torch.optim, or a Formula.
+        formula: The formula in a few characters, for the table of all optimizers.
+        drop_in_for: The class of another package with the same arguments.
         parity: Sets of options that are compared with the reference. Together they cover every branch of the rule.
         typical: Options for tests of schedulers, GradScaler, checkpoints and lowering. They select the largest
             program, so that lowering covers it.
@@ -79,6 +81,8 @@ class Entry:
     steps_empty: bool = True
     without_norm: Options = field(default_factory=dict)
     measured: Measured | None = None
+    formula: str = ""
+    drop_in_for: str = ""
 
     @property
     def in_torch(self) -> bool:

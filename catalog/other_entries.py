@@ -12,6 +12,8 @@ from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN, NESTEROV
 ADAMP = Entry(
     name="AdamP",
     reference=partial(Formula, formula=references.adamp),
+    formula="Adam without its part along p, where g ⟂ p",
+    drop_in_for="adamp.AdamP",
     parity=(
         {},
         {"weight_decay": 0.1, "nesterov": True},
@@ -34,6 +36,8 @@ ADAMP = Entry(
 SGDP = Entry(
     name="SGDP",
     reference=partial(Formula, formula=references.sgdp),
+    formula="SGD without its part along p, where g ⟂ p",
+    drop_in_for="adamp.SGDP",
     parity=(
         {},
         {"momentum": 0.9, "weight_decay": 0.1, "delta": 5.0, "wd_ratio": 0.3},
@@ -59,6 +63,8 @@ SGDP = Entry(
 LAMB = Entry(
     name="Lamb",
     reference=partial(Formula, formula=references.lamb),
+    formula="u = m / (√v + ε) + λp; p −= lr·‖p‖/‖u‖·u",
+    drop_in_for="torch_npu.optim.NpuFusedLamb",
     parity=(
         {},
         {"weight_decay": 0.1},
@@ -78,6 +84,8 @@ LAMB = Entry(
 LARS = Entry(
     name="Lars",
     reference=partial(Formula, formula=references.lars),
+    formula="d = η‖p‖/(‖g‖ + λ‖p‖)·(g + λp); b = μb + d; p −= lr·b",
+    drop_in_for="timm.optim.Lars",
     parity=(
         {"momentum": 0.9, "weight_decay": 0.01},
         {"momentum": 0.9, "nesterov": True, "always_adapt": True, "trust_coeff": 0.5, "maximize": True},
@@ -99,6 +107,8 @@ LARS = Entry(
 BERT_ADAM = Entry(
     name="BertAdam",
     reference=partial(Formula, formula=references.bert_adam),
+    formula="p −= lr(t)·(m / (√v + ε) + λp)",
+    drop_in_for="torch_npu.optim.NpuFusedBertAdam",
     parity=(
         {"max_grad_norm": -1, "weight_decay": 0},
         *(
@@ -130,6 +140,8 @@ BERT_ADAM = Entry(
 RMSPROP_TF = Entry(
     name="RMSpropTF",
     reference=partial(Formula, formula=references.rmsprop_tf),
+    formula="p −= lr·g / √(v + ε), v from 1",
+    drop_in_for="torch_npu.optim.NpuFusedRMSpropTF",
     parity=(
         {"momentum": 0.0, "centered": False, "eps": 1e-3},
         {"momentum": 0.0, "centered": True, "eps": 1e-3, "weight_decay": 0.1},
@@ -153,6 +165,7 @@ RMSPROP_TF = Entry(
 LION = Entry(
     name="Lion",
     reference=partial(Formula, formula=references.lion),
+    formula="p = (1 − lr·λ)p − lr·sign(β₁m + (1 − β₁)g)",
     parity=({}, {"weight_decay": 0.1, "betas": (0.8, 0.95), "maximize": True}),
     typical={"weight_decay": 0.01},
     distributed={"lr": 0.001},
@@ -162,6 +175,7 @@ LION = Entry(
 ADAN = Entry(
     name="Adan",
     reference=partial(Formula, formula=references.adan),
+    formula="p = (p − lr·(m + β₂d)/(√n + ε)) / (1 + lr·λ)",
     parity=({}, {"weight_decay": 0.1, "betas": (0.9, 0.7, 0.8), "eps": 1e-3, "maximize": True}),
     typical={"weight_decay": 0.01},
     distributed={"lr": 0.01, "eps": 1e-3},
@@ -178,6 +192,8 @@ MOMENTUM = "Invalid momentum of {}: {}; it must be between 0 and 1"
 SCHEDULE_FREE_ADAMW = Entry(
     name="ScheduleFreeAdamW",
     reference=partial(Formula, formula=references.schedule_free_adamw),
+    formula="z −= γ·g/(√v̂ + ε); x = mean of z; y = β₁x + (1 − β₁)z",
+    drop_in_for="schedulefree.AdamWScheduleFree",
     parity=(
         {},
         {"weight_decay": 0.1, "betas": (0.8, 0.95), "warmup_steps": 8, "eps": 1e-3, "maximize": True},
@@ -201,6 +217,8 @@ SCHEDULE_FREE_ADAMW = Entry(
 SCHEDULE_FREE_SGD = Entry(
     name="ScheduleFreeSGD",
     reference=partial(Formula, formula=references.schedule_free_sgd),
+    formula="z −= γ·g; x = mean of z; y = βx + (1 − β)z",
+    drop_in_for="schedulefree.SGDScheduleFree",
     parity=(
         {},
         {"momentum": 0.8, "weight_decay": 0.1, "warmup_steps": 8, "maximize": True},
@@ -218,6 +236,8 @@ SCHEDULE_FREE_SGD = Entry(
 PRODIGY = Entry(
     name="Prodigy",
     reference=partial(Formula, formula=references.prodigy),
+    formula="p −= d·lr·m / (√v + dε), d = max Σg(p₀ − p)/Σ∣s∣",
+    drop_in_for="prodigyopt.Prodigy",
     # with a d0 that moves parameters by more than a few units of their last bit in float32
     parity=(
         {"d0": 0.05},

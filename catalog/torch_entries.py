@@ -10,6 +10,7 @@ from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN, NESTEROV
 SGD = Entry(
     name="SGD",
     reference=torch.optim.SGD,
+    formula="b = μb + g; p −= lr·b",
     parity=tuple(
         options
         for options in combinations(
@@ -42,6 +43,7 @@ OPTIMI = {"betas": (0.9, 0.999), "eps": 1e-8, "kahan_sum": False}
 ADAM = Entry(
     name="Adam",
     reference=torch.optim.Adam,
+    formula="p −= lr·m̂ / (√v̂ + ε)",
     parity=ADAM_PARITY,
     typical={"weight_decay": 0.01, "amsgrad": True},
     distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
@@ -68,6 +70,7 @@ ADAM = Entry(
 ADAMW = Entry(
     name="AdamW",
     reference=torch.optim.AdamW,
+    formula="p = (1 − lr·λ)p − lr·m̂ / (√v̂ + ε)",
     parity=ADAM_PARITY,
     typical={},
     distributed={"lr": 0.01, "eps": 1e-3},
@@ -90,6 +93,7 @@ ADAMW = Entry(
 ADADELTA = Entry(
     name="Adadelta",
     reference=torch.optim.Adadelta,
+    formula="p −= lr·g·√(Δ + ε)/√(v + ε)",
     parity=({}, {"weight_decay": 0.1, "rho": 0.8, "maximize": True}),
     typical={"weight_decay": 0.01},
     distributed={"lr": 0.5},
@@ -100,6 +104,7 @@ ADADELTA = Entry(
 RMSPROP = Entry(
     name="RMSprop",
     reference=torch.optim.RMSprop,
+    formula="p −= lr·g / (√v + ε)",
     parity=combinations(momentum=[0, 0.9], centered=[False, True], weight_decay=[0, 0.1], eps=[1e-2]),
     typical={"momentum": 0.9, "centered": True},
     distributed={"lr": 0.01, "momentum": 0.9, "eps": 1e-3},
@@ -115,6 +120,7 @@ RMSPROP = Entry(
 ADAMAX = Entry(
     name="Adamax",
     reference=torch.optim.Adamax,
+    formula="p −= lr·m̂ / max(β₂u, ∣g∣ + ε)",
     parity=({}, {"weight_decay": 0.1, "betas": (0.8, 0.9), "maximize": True}),
     typical={"weight_decay": 0.01},
     distributed={"lr": 0.01, "eps": 1e-3},
@@ -126,6 +132,7 @@ ADAMAX = Entry(
 ADAGRAD = Entry(
     name="Adagrad",
     reference=torch.optim.Adagrad,
+    formula="p −= lr·g / (√Σg² + ε)",
     parity=({}, {"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True}),
     typical={"weight_decay": 0.01, "lr_decay": 0.01, "initial_accumulator_value": 0.1},
     distributed={"lr": 0.1, "eps": 1e-3},
@@ -144,6 +151,7 @@ ADAGRAD = Entry(
 RADAM = Entry(
     name="RAdam",
     reference=torch.optim.RAdam,
+    formula="p −= lr·ρ(t)·m̂ / (√v̂ + ε)",
     parity=(
         {"weight_decay": 0.1},
         {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
@@ -160,6 +168,7 @@ RADAM = Entry(
 RPROP = Entry(
     name="Rprop",
     reference=torch.optim.Rprop,
+    formula="p −= η·sign(g), with η by sign changes",
     parity=({}, {"etas": (0.3, 1.7), "step_sizes": (0.02, 0.3), "maximize": True}),
     typical={"step_sizes": (0.001, 0.5)},
     distributed={"lr": 0.01},
@@ -174,6 +183,7 @@ RPROP = Entry(
 NADAM = Entry(
     name="NAdam",
     reference=torch.optim.NAdam,
+    formula="p −= lr·(μ₁g + μ₂m) / (√v̂ + ε)",
     parity=(
         {"weight_decay": 0.1},
         {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
@@ -190,6 +200,7 @@ NADAM = Entry(
 ASGD = Entry(
     name="ASGD",
     reference=torch.optim.ASGD,
+    formula="p = (1 − λη)p − ηg; ax = mean of p",
     parity=({}, {"lambd": 0.1, "alpha": 0.5, "t0": 5.0, "weight_decay": 0.1, "maximize": True}),
     typical={"weight_decay": 0.01, "t0": 2.0, "lambd": 0.01},
     distributed={"lr": 0.1, "t0": 2.0},
@@ -201,6 +212,7 @@ ASGD = Entry(
 ADAFACTOR = Entry(
     name="Adafactor",
     reference=torch.optim.Adafactor,
+    formula="p −= α·g / √(r·c), with r and c by rows and columns",
     parity=(
         *combinations(weight_decay=[None, 0.1], maximize=[None, True]),
         {"beta2_decay": -0.5, "eps": (1e-2, 1e-2), "d": 1.5},

@@ -143,8 +143,8 @@ class BackwardSteps:
         """Raise if the gradients of a group are clipped by a norm over several of them, or the rule sums over all."""
         if self._rule.sums_over_all:
             raise ValueError(
-                f"{self._name} does not support in_backward=True: its formula sums over all gradients, but each is freed "
-                "before the others exist; use in_backward=False"
+                f"{self._name} does not support in_backward=True: its formula sums over all gradients, but each is "
+                "freed before the others exist; use in_backward=False"
             )
         if self._rule.clips(group, torch.float32):
             raise ValueError(

@@ -24,7 +24,7 @@ class Followed(Tensors):
 
     start: Tensors
 
-    def __imul__(self, other: Any) -> Tensors:
+    def __imul__(self, other: Any) -> Tensors:  # type: ignore[override]
         self.start *= other
         return super().__imul__(other)
 

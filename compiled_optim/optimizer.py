@@ -116,7 +116,9 @@ class Optimizer(SavedOptimizer):
             defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
         stored = dict(zip(KEYS, (state_dtype, rounding, master_weights, rounding_seed), strict=True))
         defaults |= {key: value for key, value in stored.items() if value}
-        defaults |= {key: True for key, is_set in ((DECOUPLED, decoupled_weight_decay), ("cautious", cautious)) if is_set}
+        defaults |= {
+            key: True for key, is_set in ((DECOUPLED, decoupled_weight_decay), ("cautious", cautious)) if is_set
+        }
         # with in_backward, the scaler has to call the step, which refuses it
         self._step_supports_amp_scaling = bool(fused) or in_backward
         if self.has_torch_switches:

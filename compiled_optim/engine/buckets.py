@@ -33,7 +33,8 @@ class Entry:
     """A parameter to be stepped, its index among all parameters, and the number of its group.
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
-    its gradient is used, ``rows`` the number of dimensions after the first in which the rule sees it, ``steps`` the number of steps it has made, and ``numbers`` those that the rule keeps.
+    its gradient is used, ``rows`` the number of dimensions after the first in which the rule sees it, ``steps`` the
+    number of steps it has made, and ``numbers`` those that the rule keeps.
     """
 
     index: int

@@ -173,11 +173,11 @@ class FlatBucket(BoundBucket):
             for i, (own, entry) in enumerate(zip(values, self.bucket.entries, strict=True)):
                 tensor = own.get(name)
                 value = None if name == MASTER else initial[i].get(name, 0.0)
-                if tensor is None and value is None:
-                    tensor = entry.param
-                if tensor is None:
+                if tensor is None and value is not None:
                     buffer.views[i].fill_(value)
-                elif not buffer.holds(i, tensor):
+                    continue
+                tensor = entry.param if tensor is None else tensor
+                if not buffer.holds(i, tensor):
                     elsewhere[i] = tensor
             buffer.load(elsewhere)
         moved = {i: entry.param for i, entry in enumerate(self.bucket.entries) if not params.holds(i, entry.param)}

@@ -3,9 +3,10 @@
 A *dense* tensor covers its memory without gaps or overlaps, in any order of dimensions (contiguous, channels_last,
 transposed): programs see its memory as one dimension. Rules that need rows see two dimensions, one row for each index
 of the first; then that dimension has to be the outermost in memory as well. Rules for matrices see three dimensions,
-the last two of a contiguous tensor and all others as one. This view is the *working view* of a parameter; ``rows`` is
-the number of its dimensions after the first. A parameter that has none is copied into a dense temporary before a step and back after it. States and
-gradients pair with a parameter element by element if they have the strides of its working view.
+the last two of a contiguous tensor and all others as one. This view is the *working view* of a parameter, and ``rows``
+is the number of its dimensions after the first. A parameter that has none is copied into a dense temporary before a
+step and back after it. States and gradients pair with a parameter element by element if they have the strides of its
+working view.
 """
 
 from __future__ import annotations

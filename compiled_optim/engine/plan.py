@@ -119,7 +119,7 @@ class Plan:
 
     def sums(self) -> list[float]:
         """Return the sums over all parameters of the last step, if the rule has such. The host waits for them."""
-        return [] if self._totals is None else self._totals.tolist()  # type: ignore[no-any-return]
+        return [] if self._totals is None else self._totals.tolist()
 
     def remove_unused_states(self) -> None:
         """Remove the states that were created for parameters which are not updated yet, after a step that failed."""

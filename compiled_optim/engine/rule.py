@@ -305,7 +305,9 @@ class Rule:
             scaled=variant.maximize or variant.clips,
             unscales=unscales,
             cautious=variant.cautious,
-            reduced=tuple((2 + i, self.reduced_states[name]) for i, name in enumerate(states) if name in self.reduced_states),
+            reduced=tuple(
+                (2 + i, self.reduced_states[name]) for i, name in enumerate(states) if name in self.reduced_states
+            ),
         )
 
     def _undeclared(self, name: str) -> RuleError:

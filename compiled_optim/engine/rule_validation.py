@@ -74,7 +74,7 @@ def check_own_norm(rule: Rule) -> None:
 
 
 def check_cautious(rule: Rule, group: Group) -> None:
-    """Raise ValueError if the updates of a group shall be masked, or its decay decoupled, but the rule has no such form."""
+    """Raise ValueError if a group has the option ``cautious`` or DECOUPLED, but the rule does not allow it."""
     name = type(rule).__name__
     for option, chosen in (("cautious", group.get("cautious")), (DECOUPLED, rule.decouples(group))):
         if chosen and rule.unquantized:
@@ -83,7 +83,9 @@ def check_cautious(rule: Rule, group: Group) -> None:
                 "which would not be changed in the same way; use another optimizer"
             )
     if group.get("cautious") and (takes_all_reduce(type(rule).update) or rule.max_grad_norm_per_parameter is not None):
-        cause = "its formula sums over each tensor" if takes_all_reduce(type(rule).update) else "each gradient is clipped"
+        cause = (
+            "its formula sums over each tensor" if takes_all_reduce(type(rule).update) else "each gradient is clipped"
+        )
         raise ValueError(
             f"{name} does not support cautious=True here: {cause}, and the share of masked elements would depend on "
             "these sums; use max_grad_norm instead of max_grad_norm_per_parameter, or an optimizer without such sums"

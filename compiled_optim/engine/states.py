@@ -142,10 +142,12 @@ def materialize_states(
         elif name in reduced:
             shape = program.list_shape(2 + program.kept.index(name), local.shape)
             made = _reduced(held, shape, initial.get(name) or 0.0, dtype, local.device)
-        elif held is None and ((value := initial.get(name, 0.0)) is None or name == MASTER):
-            made = layout.copy_like(local, local.detach(), rows, dtype)
         elif held is None:
-            made = layout.full_like(local, value, rows, dtype)
+            value = None if name == MASTER else initial.get(name, 0.0)
+            if value is None:
+                made = layout.copy_like(local, local.detach(), rows, dtype)
+            else:
+                made = layout.full_like(local, value, rows, dtype)
         elif held.device != local.device or held.dtype != dtype or not layout.pairs_with(local, held, rows):
             made = layout.copy_like(local, held, rows, dtype)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ class Adafactor(Optimizer):
             \frac{u}{\max(1, \operatorname{rms}(u) / d)}
 
     Parameters of one dimension keep the second moment of each element. Use it where memory is short: a matrix of
-    :math:`n \times m` elements has a state of :math:`n + m`. :class:`~compiled_optim.AdamW` usually reaches a lower loss
-    for the same number of steps. For convolutions it saves little, because the last two dimensions are small.
+    :math:`n \times m` elements has states of :math:`n + m`. :class:`~compiled_optim.AdamW` usually reaches a lower
+    loss for the same number of steps. For convolutions it saves little, because the last two dimensions are small.
 
     A parameter of two or more dimensions is stepped by a call of its own, and may not be sharded.
 
@@ -58,7 +58,7 @@ class Adafactor(Optimizer):
 
     has_torch_switches = True
     matrices = True
-    reduced_states = {"row_var": -1, "col_var": -2}
+    reduced_states: ClassVar[Mapping[str, int]] = {"row_var": -1, "col_var": -2}
     vector_states = frozenset({"variance"})
     takes_complex = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from compiled_optim.tensors import AllReduce, Number, Tensors, materialize, sum_
 
 
 class Prodigy(Optimizer):
-    r"""Prodigy (Mishchenko and Defazio, 2023, `arXiv:2306.06101 <https://arxiv.org/abs/2306.06101>`_), with the arguments of prodigyopt.
+    r"""Prodigy (Mishchenko and Defazio, 2023, `arXiv:2306.06101 <https://arxiv.org/abs/2306.06101>`_).
 
+    The arguments are those of the package prodigyopt, without ``slice_p`` and ``fsdp_in_use``.
     With the estimate :math:`d`, which is one number for all parameters, and :math:`p_0` the parameters at the start:
 
     .. math::
@@ -63,7 +64,7 @@ class Prodigy(Optimizer):
     True
     """
 
-    initial_values = {"p0": None}
+    initial_values: ClassVar[Mapping[str, None]] = {"p0": None}
     sums_over_all = True
 
     def __init__(
@@ -104,12 +105,12 @@ class Prodigy(Optimizer):
             raise ValueError(f"Invalid growth_rate value: {group['growth_rate']}")
 
     def before_step(self, groups: Sequence[Group]) -> None:
-        """Raise if groups have different learning rates; give a group that was added later the estimate of the first."""
+        """Raise if groups have different learning rates. All groups get the estimate of the first."""
         rates = {float(group["lr"]) for group in groups} - {0.0}
         if len(rates) > 1:
             raise RuntimeError(
-                f"Prodigy estimates one learning rate for all groups, but their lr are {sorted(rates)}; use the same lr "
-                "in all groups, or 0 to keep the parameters of a group"
+                f"Prodigy estimates one learning rate for all groups, but their lr are {sorted(rates)}; use the same "
+                "lr in all groups, or 0 to keep the parameters of a group"
             )
         for group in groups[1:]:
             group.update({name: groups[0][name] for name in ("d", "d_max", "d_numerator")})

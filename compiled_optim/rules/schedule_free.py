@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class ScheduleFree(Optimizer):
     """
 
     counts_steps = False
-    initial_values = {"z": None}
+    initial_values: ClassVar[Mapping[str, None]] = {"z": None}
 
     def check(self, group: Group) -> None:
         check_usual(group)
@@ -147,7 +147,7 @@ class ScheduleFreeAdamW(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps, r=r)
+        defaults: Group = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps, r=r)
         defaults |= dict(weight_lr_power=weight_lr_power, foreach=foreach, maximize=maximize)
         super().__init__(params, {**defaults, **COUNTERS}, **options)
 
@@ -220,7 +220,7 @@ class ScheduleFreeSGD(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, warmup_steps=warmup_steps, r=r)
+        defaults: Group = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, warmup_steps=warmup_steps, r=r)
         defaults |= dict(weight_lr_power=weight_lr_power, foreach=foreach, maximize=maximize)
         super().__init__(params, {**defaults, **COUNTERS}, **options)
 

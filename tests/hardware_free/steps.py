@@ -14,7 +14,7 @@ from compiled_optim.engine.plan import clips_any
 from tests.helpers import params_of
 
 OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
-SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
+SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor" and entry.shards}
 """Optimizers that take sums over tensors. With sharded tensors, each runs in two phases: measure, then update."""
 
 CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}

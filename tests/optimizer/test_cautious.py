@@ -101,9 +101,17 @@ def test_groups_choose_for_themselves(compiled):
 
 REFUSED = [
     ("Lamb", {"cautious": True}, "Lamb does not support cautious=True here: its formula sums over each tensor"),
-    ("AdamW", {"cautious": True, "max_grad_norm_per_parameter": 1.0}, "AdamW does not support cautious=True here: each"),
+    (
+        "AdamW",
+        {"cautious": True, "max_grad_norm_per_parameter": 1.0},
+        "AdamW does not support cautious=True here: each",
+    ),
     ("ScheduleFreeSGD", {"cautious": True}, "ScheduleFreeSGD does not support cautious=True: its state 'z'"),
-    ("ScheduleFreeSGD", {"decoupled_weight_decay": True}, "ScheduleFreeSGD does not support decoupled_weight_decay=True"),
+    (
+        "ScheduleFreeSGD",
+        {"decoupled_weight_decay": True},
+        "ScheduleFreeSGD does not support decoupled_weight_decay=True",
+    ),
     ("Rprop", {"decoupled_weight_decay": True}, "Rprop does not support decoupled_weight_decay=True: it has no weight"),
 ]
 
