@@ -238,11 +238,12 @@ PRODIGY = Entry(
     reference=partial(Formula, formula=references.prodigy),
     formula="p −= d·lr·m / (√v + dε), d = max Σg(p₀ − p)/Σ∣s∣",
     drop_in_for="prodigyopt.Prodigy",
-    # with a d0 that moves parameters by more than a few units of their last bit in float32
+    # with a d0 that moves parameters by more than a few units of their last bit in float32, and a d_coef that makes the
+    # estimate grow although gradients are random
     parity=(
-        {"d0": 0.05},
-        {"d0": 0.05, "weight_decay": 0.1, "use_bias_correction": True, "growth_rate": 1.3, "maximize": True},
-        {"d0": 0.05, "weight_decay": 0.1, "decouple": False, "safeguard_warmup": True, "d_coef": 2.0, "eps": 1e-3},
+        {"d0": 0.05, "d_coef": 50.0},
+        {"d0": 0.05, "d_coef": 50.0, "weight_decay": 0.1, "use_bias_correction": True, "growth_rate": 1.1},
+        {"d0": 0.05, "weight_decay": 0.1, "decouple": False, "safeguard_warmup": True, "eps": 1e-3, "maximize": True},
     ),
     typical={"d0": 0.05, "weight_decay": 0.01, "use_bias_correction": True},
     distributed={"d0": 0.05, "lr": 1.0, "eps": 1e-3},

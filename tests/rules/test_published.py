@@ -87,3 +87,36 @@ def test_adamp(name, options):
     assert_close(params, twins, 1e-7)  # the cosine and the norm have an epsilon at other places
     (state,) = {*optimizer.state[params[0]]} & {"momentum", "exp_avg"}
     assert_close([optimizer.state[p][state] for p in params], [reference.state[p][state] for p in twins], 1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1, "use_bias_correction": True, "growth_rate": 1.5, "betas": (0.8, 0.95)},
+        {"weight_decay": 0.1, "decouple": False, "safeguard_warmup": True, "beta3": 0.9, "d_coef": 2.0},
+    ],
+)
+def test_prodigy(options, compiled):
+    """Gradients are those of a quadratic function, so the estimate grows from 1e-6. Two groups share it."""
+    params, twins = parameters(SHAPES, torch.float64), parameters(SHAPES, torch.float64)
+    groups = [[{"params": each[:2]}, {"params": each[2:]}] for each in (params, twins)]
+    optimizer = co.Prodigy(groups[0], **options, compile=compiled)
+    reference = package("prodigyopt").Prodigy(groups[1], **options)
+    for _ in range(30):
+        for param in (*params, *twins):
+            param.grad = param.detach() - 3
+        optimizer.step()
+        reference.step()
+    assert_close(params, twins, 1e-9)
+    for own, other in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert own["d"] == pytest.approx(other["d"], rel=1e-9)
+        assert own["d"] > 1e-3
+        assert own["k"] == other["k"] == 30
+
+
+def test_prodigy_refuses_different_learning_rates():
+    params = parameters([(3,), (4,)])
+    optimizer = co.Prodigy([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], compile=False)
+    with pytest.raises(RuntimeError, match=r"^Prodigy estimates one learning rate for all groups, but their lr are"):
+        optimizer.step()
