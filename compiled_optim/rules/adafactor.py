@@ -15,7 +15,7 @@ from compiled_optim.engine.hyperparameters import check_lr
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import TorchOptions
-from compiled_optim.tensors import AllReduce, Number, Tensors, materialize, sum_dtype
+from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
 
 
 class Adafactor(Optimizer):
@@ -140,7 +140,7 @@ def mean(dim: int, tensor: Tensor) -> Tensor:
 
 def at_least(limit: Number, tensor: Tensor) -> Tensor:
     """Return a tensor without values below a limit."""
-    return tensor.clamp(min=limit)  # type: ignore[arg-type] # a Scalar is a tensor for torch
+    return torch.maximum(tensor, limit.tensor) if isinstance(limit, Scalar) else tensor.clamp(min=limit)
 
 
 def root(limit: Number, variance: Tensor) -> Tensor:

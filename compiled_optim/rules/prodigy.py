@@ -41,7 +41,8 @@ class Prodigy(Optimizer):
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
-        lr: a factor of the learning rate; a float or a tensor of one element. The same in all groups, or 0.
+        lr: a factor of the learning rate; a float or a tensor of one element. Groups may differ in it, which the package
+            refuses.
         betas: decay rates of the averages of the gradient and of its square.
         beta3: decay rate of the sums of the estimate; None for the square root of :math:`\beta_2`.
         eps: added to the denominator, times :math:`d'`.
@@ -105,13 +106,7 @@ class Prodigy(Optimizer):
             raise ValueError(f"Invalid growth_rate value: {group['growth_rate']}")
 
     def before_step(self, groups: Sequence[Group]) -> None:
-        """Raise if groups have different learning rates. All groups get the estimate of the first."""
-        rates = {float(group["lr"]) for group in groups} - {0.0}
-        if len(rates) > 1:
-            raise RuntimeError(
-                f"Prodigy estimates one learning rate for all groups, but their lr are {sorted(rates)}; use the same "
-                "lr in all groups, or 0 to keep the parameters of a group"
-            )
+        """Give all groups the estimate of the first, also one that was added later."""
         for group in groups[1:]:
             group.update({name: groups[0][name] for name in ("d", "d_max", "d_numerator")})
 
@@ -137,8 +132,7 @@ class Prodigy(Optimizer):
     def after_step(self, group: Group, sums: Sequence[float] = ()) -> Mapping[str, Any]:
         if not sums or not sums[1]:  # no gradient was different from zero
             return {}
-        derived = self.derived(group, 1)
-        numerator, denominator = derived["numerator"] + derived["gain"] * sums[0], sums[1]
+        numerator, denominator = decay_of_sums(group) * group["d_numerator"] + sums[0], sums[1]
         d_hat = group["d_coef"] * numerator / denominator
         d = max(group["d"], d_hat) if group["d"] == group["d0"] else group["d"]
         d_max = max(group["d_max"], d_hat)
@@ -161,8 +155,8 @@ class Prodigy(Optimizer):
         s *= beta3
         s += s_gain * g
         dtype = sum_dtype(p[0])
-        products, sizes = all_reduce((g * (p0 - p)).total(dtype), s.abs().total(dtype))
-        estimate = partial(next_estimate, p[0].dtype, gain, d, d_max, d_coef, growth_rate, numerator, is_first, eps)
+        products, sizes = all_reduce((gain * g * (p0 - p)).total(dtype), s.abs().total(dtype))
+        estimate = partial(next_estimate, p[0].dtype, d, d_max, d_coef, growth_rate, numerator, is_first, eps)
         denominator = exp_avg_sq.sqrt() + products.map(estimate, sizes)  # √v + d' eps
         if decoupled_decay:
             p *= shrink
@@ -175,11 +169,11 @@ def decay_of_sums(group: Group) -> float:
 
 
 def next_estimate(
-    dtype: torch.dtype, gain: Number, d: Number, d_max: Number, d_coef: Number, growth_rate: Number, numerator: Number,
+    dtype: torch.dtype, d: Number, d_max: Number, d_coef: Number, growth_rate: Number, numerator: Number,
     is_first: Number, eps: Number, product: Tensor, size: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return epsilon times the estimate after this step, as ``after_step`` computes it on the host."""
-    d_hat = torch.where(size > 0, d_coef * (numerator + gain * product) / size, 0.0)
+    d_hat = torch.where(size > 0, d_coef * (numerator + product) / size, 0.0)
     grown = torch.where(d_hat * is_first > d, d_hat, d)  # type: ignore[arg-type]
     largest = torch.where(d_hat > d_max, d_hat, d_max)  # type: ignore[arg-type]
     return materialize((torch.minimum(grown * growth_rate, largest) * eps).to(dtype))

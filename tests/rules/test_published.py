@@ -113,10 +113,3 @@ def test_prodigy(options, compiled):
         assert own["d"] == pytest.approx(other["d"], rel=1e-9)
         assert own["d"] > 1e-3
         assert own["k"] == other["k"] == 30
-
-
-def test_prodigy_refuses_different_learning_rates():
-    params = parameters([(3,), (4,)])
-    optimizer = co.Prodigy([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], compile=False)
-    with pytest.raises(RuntimeError, match=r"^Prodigy estimates one learning rate for all groups, but their lr are"):
-        optimizer.step()
