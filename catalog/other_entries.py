@@ -245,7 +245,7 @@ PRODIGY = Entry(
         {"d0": 0.05, "d_coef": 50.0, "weight_decay": 0.1, "use_bias_correction": True, "growth_rate": 1.1},
         {"d0": 0.05, "weight_decay": 0.1, "decouple": False, "safeguard_warmup": True, "eps": 1e-3, "maximize": True},
     ),
-    typical={"d0": 0.05, "weight_decay": 0.01, "use_bias_correction": True},
+    typical={"d0": 0.05, "weight_decay": 0.01, "use_bias_correction": True, "growth_rate": 2.0},
     distributed={"d0": 0.05, "lr": 1.0, "eps": 1e-3},
     refused=(
         *LR,

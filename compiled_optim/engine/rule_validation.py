@@ -143,7 +143,9 @@ def try_out(rule: Rule, program: UpdateProgram, ranks: tuple[int, ...] = ()) -> 
     It is tried on tensors with each of these numbers of dimensions; by default, with those of a rule without matrices.
     """
     if not is_ours(type(rule)):
-        _try_out(replace(program, scaled=False), ranks or ((1, 2) if rule.rowwise else (1,)))
+        # a copy of the parameter at the start may stay as it is
+        copies = frozenset(name for name, value in rule.initial_values.items() if value is None)
+        _try_out(replace(program, scaled=False), ranks or ((1, 2) if rule.rowwise else (1,)), copies)
 
 
 def _check_signature(rule: Rule) -> None:
@@ -189,19 +191,20 @@ def _derived(rule: Rule, group: Group, step: int) -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _try_out(program: UpdateProgram, ranks: tuple[int, ...]) -> None:
+def _try_out(program: UpdateProgram, ranks: tuple[int, ...], constant: frozenset[str] = frozenset()) -> None:
     # the modes of a trial import Dynamo, which would fail without the directory, and blame the rule
     disk_cache.create_directory()
     for rank in ranks:
         with torch.inference_mode(False), torch.no_grad():
-            _Trial(program, rank).run()
+            _Trial(program, rank, constant).run()
 
 
 class _Trial:
     """One eager run of a program on two tensors of different sizes, and a record of what it reads and writes."""
 
-    def __init__(self, program: UpdateProgram, rank: int) -> None:
+    def __init__(self, program: UpdateProgram, rank: int, constant: frozenset[str]) -> None:
         self.program = program
+        self.constant = constant
         generator = torch.Generator().manual_seed(0)
         names = ["grads", "params", *program.states]
         self.shapes = {
@@ -241,7 +244,7 @@ class _Trial:
         # a state that is never read may stay unwritten
         if name != "params":
             unwritten = [memory for memory in unwritten if memory in self.read]
-        if name == "grads" or not unwritten:
+        if name == "grads" or name in self.constant or not unwritten:
             return
         update = self.program.update
         where = rebinding(update, name) or self.read.get(unwritten[0]) or definition(update)
