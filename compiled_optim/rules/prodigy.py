@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.engine.hyperparameters import check_betas, check_not_negative
+from compiled_optim.engine.hyperparameters import check_betas, check_lr, check_not_negative
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import EngineOptions
@@ -92,8 +92,7 @@ class Prodigy(Optimizer):
         super().__init__(params, {**defaults, "d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}, **options)
 
     def check(self, group: Group) -> None:
-        if not float(group["lr"]) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {group['lr']}")
+        check_lr(group["lr"])
         for name, value in (("d0", group["d0"]), ("epsilon", group["eps"])):
             if not value > 0.0:
                 raise ValueError(f"Invalid {name} value: {value}")
