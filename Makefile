@@ -4,6 +4,7 @@
 # make test-frameworks
 #              run the tests inside transformers, accelerate and lightning, in an environment of their own
 # make report  set up .venv and measure the optimizers on this machine; PERF_ARGS="..." passes arguments to perf
+# make table   write the table of optimizers, docs/optimizers.md, from the catalog
 # make lint    ruff, mypy and import-linter
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
 
@@ -20,7 +21,7 @@ PYTHON312 ?= python3.12
 PYTHON313 ?= python3.13
 VERSIONS ?= test-torch-2.12 test-torch-2.14 test-torch-2.15 test-python-3.12 test-python-3.13
 
-.PHONY: test test-versions test-frameworks report lint wheel clean
+.PHONY: test test-versions test-frameworks report table lint wheel clean
 
 # in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
@@ -43,6 +44,9 @@ test-frameworks: $(FRAMEWORKS)/.ready
 
 report: $(READY)
 	$(BIN)/python -m perf $(PERF_ARGS)
+
+table: $(READY)
+	$(BIN)/python -m catalog.table
 
 # mypy and import-linter read an installed copy: only there is backends/ a part of the package
 lint: $(READY)

@@ -41,8 +41,8 @@ class Prodigy(Optimizer):
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
-        lr: a factor of the learning rate; a float or a tensor of one element. Groups may differ in it, which the package
-            refuses.
+        lr: a factor of the learning rate; a float or a tensor of one element. Groups may differ in it, unlike in
+            the package.
         betas: decay rates of the averages of the gradient and of its square.
         beta3: decay rate of the sums of the estimate; None for the square root of :math:`\beta_2`.
         eps: added to the denominator, times :math:`d'`.
