@@ -309,7 +309,7 @@ def prodigy(
         memory["s"] = b3 * memory.get("s", 0.0) + d / d0 * (d if safeguard_warmup else step) * g
         numerator += d / d0 * step * float((g * (memory["p0"] - p)).sum())
         denominator += float(np.abs(memory["s"]).sum())
-    d_hat = d_coef * numerator / denominator
+    d_hat = d_coef * numerator / denominator if denominator else 0.0  # without gradients
     if d == d0:
         d = max(d, d_hat)
     d_max = max(d_max, d_hat)

@@ -42,6 +42,7 @@ NORMS = {"BertAdam": {"max_grad_norm": 1.0}, "Prodigy": {"d_coef": 0.0}}
 """Defaults that the reference has to be given, and what makes parameters independent of each other."""
 
 IN_BFLOAT16 = {
+    "Adafactor": {"eps": (1e-8, 1e-3)},  # the default depends on the dtype
     "BertAdam": {"warmup": -1},  # with a warm-up, the first step has a learning rate of 0
     # the first values of a state are numbers that bfloat16 has
     "Adagrad": {"initial_accumulator_value": 0.125},
