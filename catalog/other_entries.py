@@ -260,5 +260,4 @@ PRODIGY = Entry(
     float16={"eps": 1e-3},
     sums="all gradients",
     without_norm={"d_coef": 0.0, "d0": 0.5},
-    measured=Measured({"lr": 1.0}, states=4, published=(Published("prodigyopt", "Prodigy"),)),
 )
