@@ -9,6 +9,7 @@
 # make docs-serve
 #              serve the documentation on http://127.0.0.1:8000, and build it again after every change
 # make matrix  measure the correctness matrix and write docs/correctness.md
+# make table   write the table of optimizers, docs/optimizers.md, from the catalog
 # make lint    ruff, mypy, import-linter, and the schemas of workflows and other YAML files
 # make wheel   build the wheel, install it into a clean environment and step an optimizer there
 
@@ -26,7 +27,7 @@ PYTHON312 ?= python3.12
 PYTHON313 ?= python3.13
 VERSIONS ?= test-torch-2.12 test-torch-2.14 test-torch-2.15 test-python-3.12 test-python-3.13
 
-.PHONY: test test-versions test-frameworks report docs docs-serve matrix lint wheel clean
+.PHONY: test test-versions test-frameworks report docs docs-serve matrix table lint wheel clean
 
 # in two processes, each file in one of them: most of the time is spent by compilers, one at a time
 test: $(READY) $(TORCH_NPU)
@@ -61,6 +62,9 @@ docs-serve: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python -m catalog.matrix
+
+table: $(READY)
+	$(BIN)/python -m catalog.table
 
 # mypy and import-linter read an installed copy: only there is backends/ a part of the package
 lint: $(READY)

@@ -94,6 +94,8 @@ def passes_of(signature: Signature) -> dict[str, tuple[Signature, str]]:
     if not isinstance(program, UpdateProgram) or program.phase is Phase.FINISH:
         return {UPDATE: (signature, "")}
     sums = count_unit_sums(signature)
+    if signature.rank > 2:
+        raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
     if not sums:
         if not (program.is_separable or is_elementwise(program, signature.rank)):
             raise CannotRecord("its update() combines elements of a tensor, so a tensor cannot be cut into chunks")

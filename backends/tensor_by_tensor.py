@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from compiled_optim.backends.graph import Graph
 from compiled_optim.backends.inductor import NO_ASSERTS, lower
 from compiled_optim.backends.tracing import trace, unit_sum_dtype
 from compiled_optim.backends.verification import ExampleArguments, agrees, disagreement
-from compiled_optim.program import TensorLists
+from compiled_optim.program import Program, TensorLists
 
 # on the CPU, follow torch.set_num_threads instead of compiling the number in
 OPTIONS: dict[str, Any] = {**NO_ASSERTS, "cpp.dynamic_threads": True}
@@ -28,14 +29,19 @@ class TensorByTensorUnit(Unit):
     ``sums`` is the number of sums it returns, ``dtype`` their dtype, and ``device`` where its inputs are.
     """
 
-    def __init__(self, graph: Graph, sums: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, program: Program, graph: Graph, sums: int, dtype: torch.dtype, device: str) -> None:
+        self._program = program
         self._graph = graph
         self._sums, self._dtype, self._device = sums, dtype, device
         self.kernels = graph.kernels
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
         """Return a call that runs the graph on each tensor that has a gradient and elements."""
-        views = [[_view(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)] for tensors in lists]
+        list_shape = self._program.list_shape
+        views = [
+            [_view(tensor, list_shape(i, shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
+            for i, tensors in enumerate(lists, 1)
+        ]
         totals, rows = arguments.totals, arguments.scalars
         results = None
         if self._sums:
@@ -68,7 +74,7 @@ def _view(tensor: Tensor, shape: Shape) -> Tensor:
 
 
 def _strides(shape: Shape) -> tuple[int, ...]:
-    return (1,) if len(shape) == 1 else (shape[1], 1)
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
@@ -80,10 +86,10 @@ def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
     run, kernels = lower(traced.module, traced.examples, {**OPTIONS, **libraries.cache_options()})
     graph = Graph(run, traced.inputs, kernels)
     for size in (37, 1):
-        shape = (size,) if signature.rank == 1 else (size, 5)
+        shape = (size, 5, 3)[: signature.rank]
         if not agrees(signature, [shape], partial(_run_on, graph, shape, signature.device)):
             raise disagreement(signature)
-    return TensorByTensorUnit(graph, sums, unit_sum_dtype(signature), signature.device)
+    return TensorByTensorUnit(signature.program, graph, sums, unit_sum_dtype(signature), signature.device)
 
 
 def _run_on(

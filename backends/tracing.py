@@ -154,8 +154,7 @@ def _example_inputs(
     found: dict[Place, Any] = {(SIZES, i): size for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
     for i, dtype in enumerate(signature.dtypes):
         for lane, shape in enumerate(shapes):
-            own = shape[:1] if i in signature.program.row_lists else shape
-            found[i, lane] = torch.empty(own, dtype=dtype, device=signature.device)
+            found[i, lane] = torch.empty(signature.program.list_shape(i, shape), dtype=dtype, device=signature.device)
     for name, dtype, shape in signature.arguments:
         if name == "scalars" and unbind_scalars:  # in host memory
             found |= {(name, i): torch.empty((), dtype=dtype, device="cpu") for i in range(shape[0])}

@@ -22,7 +22,8 @@ TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 2e-2}
 def examples(signature: Signature, shapes: Sequence[Shape]) -> tuple[TensorLists, ExampleArguments]:
     """Return example inputs for a signature: random values in [0.5, 1.5), the same in every call."""
     generator = torch.Generator().manual_seed(0)
-    specs = [(shape, dtype, signature.device) for dtype in signature.dtypes for shape in shapes]
+    list_shape, device = signature.program.list_shape, signature.device
+    specs = [(list_shape(i, shape), dtype, device) for i, dtype in enumerate(signature.dtypes) for shape in shapes]
     for name, dtype, shape in signature.arguments:
         specs.append((shape, dtype, "cpu" if name == "scalars" else signature.device))
     # longer than needed: a graph with a wrong order of inputs must fail the comparison, not read out of bounds

@@ -49,6 +49,7 @@ class Entry:
     Attributes:
         name: The name of the class in ``compiled_optim``, and in torch.optim if it has one.
         reference: The class that the results are compared with: from torch.optim, or a Formula.
+        formula: The formula in a few characters, for the table of all optimizers.
         drop_in_for: The class of another package with the same arguments.
         parity: Sets of options that are compared with the reference. Together they cover every branch of the rule.
         typical: Options for tests of schedulers, GradScaler, checkpoints and lowering. They select the largest
@@ -60,6 +61,8 @@ class Entry:
         tolerance: The largest relative difference from the reference, in float64 and in float32.
         float16: Options that keep the states within the range of float16.
         sums: The scope of the sums in a step: "tensor" or "all gradients".
+        shards: Whether sharded parameters can be stepped.
+        steps_empty: Whether the reference can step parameters without elements.
         without_norm: Options that turn off the norm over all gradients, so that parameters are independent.
         measured: The benchmark settings, or None if it is not measured.
     """
@@ -74,8 +77,11 @@ class Entry:
     tolerance: tuple[float, float] = (1e-11, 5e-6)
     float16: Options = field(default_factory=dict)
     sums: Literal["tensor", "all gradients"] | None = None
+    shards: bool = True
+    steps_empty: bool = True
     without_norm: Options = field(default_factory=dict)
     measured: Measured | None = None
+    formula: str = ""
     drop_in_for: str = ""
 
     @property

@@ -204,3 +204,119 @@ def adamp(
         ratio = wd_ratio if memory["fired"] else 1.0
         results.append(p * (1 - lr * weight_decay * ratio) - lr / (1 - b1**t) * step)
     return results
+
+
+def sgdp(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, momentum: float = 0.0, dampening: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, eps: float = 1e-8, delta: float = 0.1, wd_ratio: float = 0.1,
+) -> list[Array]:  # fmt: skip
+    """Compute SGDP of the published code, which projects the momentum itself unless Nesterov momentum is used."""
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        memory["b"] = momentum * memory.get("b", 0.0) + (1 - dampening) * g
+        step = g + momentum * memory["b"] if nesterov else memory["b"]
+        memory["fired"] = None
+        if p.ndim > 1 and p.size:
+            memory["fired"], step = adamp_view(p, g, step, eps, delta)
+        if not nesterov:
+            memory["b"] = step
+        ratio = wd_ratio if memory["fired"] else 1.0
+        results.append(p * (1 - lr * weight_decay * ratio / (1 - momentum)) - lr * step)
+    return results
+
+
+def lars(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, momentum: float = 0.0, dampening: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, trust_coeff: float = 0.001, eps: float = 1e-8,
+    trust_clip: bool = False, always_adapt: bool = False,
+) -> list[Array]:  # fmt: skip
+    """Compute LARS of the paper, with the learning rate outside of the momentum as in published code."""
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        if weight_decay or always_adapt:
+            weight_norm, grad_norm = float(np.sqrt((p * p).sum())), float(np.sqrt((g * g).sum()))
+            ratio = 1.0
+            if weight_norm > 0 and grad_norm > 0:
+                ratio = trust_coeff * weight_norm / (grad_norm + weight_norm * weight_decay + eps)
+            if trust_clip:
+                ratio = min(ratio / lr, 1.0)
+            g = (g + weight_decay * p) * ratio
+        if momentum:
+            memory["b"] = momentum * memory["b"] + (1 - dampening) * g if "b" in memory else g
+            g = g + momentum * memory["b"] if nesterov else memory["b"]
+        results.append(p - lr * g)
+    return results
+
+
+def schedule_free(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, beta: float, weight_decay: float, warmup_steps: int,
+    r: float, weight_lr_power: float, normalized: Callable[[Array, Memory], Array],
+) -> list[Array]:  # fmt: skip
+    """Compute Schedule-Free of the paper, with x, y and z of each tensor; ``ps`` and the results are y."""
+    lr = lr * min(t / warmup_steps, 1.0) if warmup_steps else lr
+    results = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        memory["lr_max"] = max(lr, memory.get("lr_max", -1.0))
+        weight = t**r * memory["lr_max"] ** weight_lr_power
+        memory["sum"] = memory.get("sum", 0.0) + weight
+        c = weight / memory["sum"] if memory["sum"] else 0.0
+        x, z = memory.get("x", p), memory.get("z", p)
+        memory["z"] = z - lr * (normalized(g, memory) + weight_decay * p)
+        memory["x"] = (1 - c) * x + c * memory["z"]
+        results.append(beta * memory["x"] + (1 - beta) * memory["z"])
+    return results
+
+
+def schedule_free_adamw(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, weight_decay: float = 0.0, warmup_steps: int = 0, r: float = 0.0, weight_lr_power: float = 2.0,
+) -> list[Array]:  # fmt: skip
+    """Compute Schedule-Free AdamW of the paper."""
+
+    def normalized(g: Array, memory: Memory) -> Array:
+        memory["v"] = betas[1] * memory.get("v", 0.0) + (1 - betas[1]) * g * g
+        return np.asarray(g / (np.sqrt(memory["v"] / (1 - betas[1] ** t)) + eps))
+
+    return schedule_free(ps, gs, memories, t, lr, betas[0], weight_decay, warmup_steps, r, weight_lr_power, normalized)
+
+
+def schedule_free_sgd(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+    warmup_steps: int = 0, r: float = 0.0, weight_lr_power: float = 2.0,
+) -> list[Array]:  # fmt: skip
+    """Compute Schedule-Free SGD of the paper."""
+    rest = weight_decay, warmup_steps, r, weight_lr_power
+    return schedule_free(ps, gs, memories, t, lr, momentum, *rest, lambda g, memory: g)
+
+
+def prodigy(
+    ps: Arrays, gs: Arrays, memories: Memories, t: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    beta3: float | None = None, eps: float = 1e-8, weight_decay: float = 0.0, decouple: bool = True,
+    use_bias_correction: bool = False, safeguard_warmup: bool = False, d0: float = 1e-6, d_coef: float = 1.0,
+    growth_rate: float = math.inf,
+) -> list[Array]:  # fmt: skip
+    """Compute Prodigy of the paper (its Adam form), with the estimate of all tensors in ``memories[0]``."""
+    b1, b2 = betas
+    b3 = math.sqrt(b2) if beta3 is None else beta3
+    first = memories[0]
+    d, d_max, numerator = first.get("d", d0), first.get("d_max", d0), b3 * first.get("numerator", 0.0)
+    step = d * lr * (math.sqrt(1 - b2**t) / (1 - b1**t) if use_bias_correction else 1.0)
+    denominator = 0.0
+    gs = [g if decouple else g + weight_decay * p for p, g in zip(ps, gs, strict=True)]
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        memory.setdefault("p0", p)
+        moments(memory, d * g, b1, b2)
+        memory["s"] = b3 * memory.get("s", 0.0) + d / d0 * (d if safeguard_warmup else step) * g
+        numerator += d / d0 * step * float((g * (memory["p0"] - p)).sum())
+        denominator += float(np.abs(memory["s"]).sum())
+    d_hat = d_coef * numerator / denominator if denominator else 0.0  # without gradients
+    if d == d0:
+        d = max(d, d_hat)
+    d_max = max(d_max, d_hat)
+    d = min(d_max, d * growth_rate)
+    first.update(d=d, d_max=d_max, numerator=numerator)
+    results = []
+    for p, memory in zip(ps, memories, strict=True):
+        decayed = p * (1 - weight_decay * step) if decouple else p
+        results.append(decayed - step * memory["m"] / (np.sqrt(memory["v"]) + d * eps))
+    return results

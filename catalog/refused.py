@@ -7,6 +7,7 @@ import torch
 from catalog.entry import Refused
 
 NAN = float("nan")
+NESTEROV = "Nesterov momentum requires a momentum and zero dampening"
 
 LR: tuple[Refused, ...] = (
     *(({"lr": lr}, f"Invalid learning rate: {lr}") for lr in (-1.0, NAN)),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from catalog.entry import Entry, Measured, Published, combinations
-from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN
-
-NESTEROV = "Nesterov momentum requires a momentum and zero dampening"
+from catalog.refused import BETAS, EPS, LR, LR_AND_DECAY, NAN, NESTEROV
 
 SGD = Entry(
     name="SGD",
     reference=torch.optim.SGD,
+    formula="b = μb + g; p −= lr·b",
     parity=tuple(
         options
         for options in combinations(
@@ -44,6 +43,7 @@ OPTIMI = {"betas": (0.9, 0.999), "eps": 1e-8, "kahan_sum": False}
 ADAM = Entry(
     name="Adam",
     reference=torch.optim.Adam,
+    formula="p −= lr·m̂ / (√v̂ + ε)",
     parity=ADAM_PARITY,
     typical={"weight_decay": 0.01, "amsgrad": True},
     distributed={"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
@@ -70,6 +70,7 @@ ADAM = Entry(
 ADAMW = Entry(
     name="AdamW",
     reference=torch.optim.AdamW,
+    formula="p = (1 − lr·λ)p − lr·m̂ / (√v̂ + ε)",
     parity=ADAM_PARITY,
     typical={},
     distributed={"lr": 0.01, "eps": 1e-3},
@@ -92,6 +93,7 @@ ADAMW = Entry(
 ADADELTA = Entry(
     name="Adadelta",
     reference=torch.optim.Adadelta,
+    formula="p −= lr·g·√(Δ + ε)/√(v + ε)",
     parity=({}, {"weight_decay": 0.1, "rho": 0.8, "maximize": True}),
     typical={"weight_decay": 0.01},
     distributed={"lr": 0.5},
@@ -102,6 +104,7 @@ ADADELTA = Entry(
 RMSPROP = Entry(
     name="RMSprop",
     reference=torch.optim.RMSprop,
+    formula="p −= lr·g / (√v + ε)",
     parity=combinations(momentum=[0, 0.9], centered=[False, True], weight_decay=[0, 0.1], eps=[1e-2]),
     typical={"momentum": 0.9, "centered": True},
     distributed={"lr": 0.01, "momentum": 0.9, "eps": 1e-3},
@@ -117,6 +120,7 @@ RMSPROP = Entry(
 ADAMAX = Entry(
     name="Adamax",
     reference=torch.optim.Adamax,
+    formula="p −= lr·m̂ / max(β₂u, ∣g∣ + ε)",
     parity=({}, {"weight_decay": 0.1, "betas": (0.8, 0.9), "maximize": True}),
     typical={"weight_decay": 0.01},
     distributed={"lr": 0.01, "eps": 1e-3},
@@ -128,6 +132,7 @@ ADAMAX = Entry(
 ADAGRAD = Entry(
     name="Adagrad",
     reference=torch.optim.Adagrad,
+    formula="p −= lr·g / (√Σg² + ε)",
     parity=({}, {"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True}),
     typical={"weight_decay": 0.01, "lr_decay": 0.01, "initial_accumulator_value": 0.1},
     distributed={"lr": 0.1, "eps": 1e-3},
@@ -146,6 +151,7 @@ ADAGRAD = Entry(
 RADAM = Entry(
     name="RAdam",
     reference=torch.optim.RAdam,
+    formula="p −= lr·ρ(t)·m̂ / (√v̂ + ε)",
     parity=(
         {"weight_decay": 0.1},
         {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
@@ -162,6 +168,7 @@ RADAM = Entry(
 RPROP = Entry(
     name="Rprop",
     reference=torch.optim.Rprop,
+    formula="p −= η·sign(g), with η by sign changes",
     parity=({}, {"etas": (0.3, 1.7), "step_sizes": (0.02, 0.3), "maximize": True}),
     typical={"step_sizes": (0.001, 0.5)},
     distributed={"lr": 0.01},
@@ -176,6 +183,7 @@ RPROP = Entry(
 NADAM = Entry(
     name="NAdam",
     reference=torch.optim.NAdam,
+    formula="p −= lr·(μ₁g + μ₂m) / (√v̂ + ε)",
     parity=(
         {"weight_decay": 0.1},
         {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
@@ -192,10 +200,37 @@ NADAM = Entry(
 ASGD = Entry(
     name="ASGD",
     reference=torch.optim.ASGD,
+    formula="p = (1 − λη)p − ηg; ax = mean of p",
     parity=({}, {"lambd": 0.1, "alpha": 0.5, "t0": 5.0, "weight_decay": 0.1, "maximize": True}),
     typical={"weight_decay": 0.01, "t0": 2.0, "lambd": 0.01},
     distributed={"lr": 0.1, "t0": 2.0},
     refused=LR_AND_DECAY,
     tolerance=(1e-12, 2e-6),
+    measured=Measured({"lr": 1e-2}, states=1),
+)
+
+ADAFACTOR = Entry(
+    name="Adafactor",
+    reference=torch.optim.Adafactor,
+    formula="p −= α·g / √(r·c), with r and c by rows and columns",
+    parity=(
+        *combinations(weight_decay=[None, 0.1], maximize=[None, True]),
+        {"beta2_decay": -0.5, "eps": (1e-2, 1e-2), "d": 1.5},
+    ),
+    typical={"weight_decay": 0.01},
+    distributed={"lr": 0.05},
+    refused=(
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"beta2_decay": 0.8}, "beta2_decay should be <= 0 but is: 0.8"),
+        ({"eps": (-1.0, 1e-3)}, "epsilon1 should be >= 0 but is: -1.0"),
+        ({"eps": (None, NAN)}, "epsilon2 should be >= 0 but is: nan"),
+        ({"d": 0.5}, "Clipping threshold d should be >= 1 but is: 0.5"),
+        ({"weight_decay": -1}, "weight_decay should be >= 0 but is: -1"),
+    ),
+    tolerance=(1e-12, 2e-6),
+    sums="tensor",
+    shards=False,
+    steps_empty=False,
     measured=Measured({"lr": 1e-2}, states=1),
 )

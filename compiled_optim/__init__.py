@@ -24,6 +24,7 @@ from compiled_optim.engine.rule import Clip
 from compiled_optim.errors import BackendUnavailableError, ReallocationError, RuleError
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.rules.adadelta import Adadelta
+from compiled_optim.rules.adafactor import Adafactor
 from compiled_optim.rules.adagrad import Adagrad
 from compiled_optim.rules.adam import Adam, AdamW
 from compiled_optim.rules.adamax import Adamax
@@ -32,18 +33,24 @@ from compiled_optim.rules.adan import Adan
 from compiled_optim.rules.asgd import ASGD
 from compiled_optim.rules.bertadam import BertAdam
 from compiled_optim.rules.lamb import Lamb
+from compiled_optim.rules.lars import Lars
 from compiled_optim.rules.lion import Lion
 from compiled_optim.rules.nadam import NAdam
+from compiled_optim.rules.prodigy import Prodigy
 from compiled_optim.rules.radam import RAdam
 from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
 from compiled_optim.rules.rprop import Rprop
+from compiled_optim.rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from compiled_optim.rules.sgd import SGD
+from compiled_optim.rules.sgdp import SGDP
 from compiled_optim.tensors import Tensors
 
 __all__ = [
     "ASGD",
     "SGD",
+    "SGDP",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamP",
@@ -56,15 +63,19 @@ __all__ = [
     "Comparison",
     "Explanation",
     "Lamb",
+    "Lars",
     "Lion",
     "NAdam",
     "Optimizer",
+    "Prodigy",
     "RAdam",
     "RMSprop",
     "RMSpropTF",
     "ReallocationError",
     "Rprop",
     "RuleError",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
     "Tensors",
 ]
 

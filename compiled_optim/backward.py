@@ -140,7 +140,12 @@ class BackwardSteps:
         return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
 
     def _check_not_clipped(self, group: Group) -> None:
-        """Raise if the gradients of a group are clipped by a norm over several of them."""
+        """Raise if the gradients of a group are clipped by a norm over several of them, or the rule sums over all."""
+        if self._rule.sums_over_all:
+            raise ValueError(
+                f"{self._name} does not support in_backward=True: its formula sums over all gradients, but each is "
+                "freed before the others exist; use in_backward=False"
+            )
         if self._rule.clips(group, torch.float32):
             raise ValueError(
                 f"{self._name} with in_backward=True cannot clip by the norm of all gradients, because it frees each "

@@ -25,6 +25,8 @@ def works_flat(program: UpdateProgram, rank: int) -> bool:
     A rule that loops over tensors, or that sums in other ways than with the methods of
     :class:`~compiled_optim.tensors.Tensors`, may not.
     """
+    if rank > 2:
+        return False
     program = program.plain
     generator = torch.Generator().manual_seed(0)
     # gradients that are orthogonal to the parameters of the third tensor, which AdamP looks for

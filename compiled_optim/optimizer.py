@@ -23,7 +23,8 @@ from compiled_optim.backward import BackwardSteps
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
-from compiled_optim.engine.rule_validation import check_group, check_own_norm
+from compiled_optim.engine.rule import DECOUPLED
+from compiled_optim.engine.rule_validation import check_cautious, check_group, check_own_norm
 from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype, check_storage
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.saving import MAX_NORMS, SavedOptimizer, torch_method
@@ -63,6 +64,11 @@ class Optimizer(SavedOptimizer):
             parameters to nearest, and states with a ``state_dtype`` stochastically.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters, and update that.
         rounding_seed: the seed of stochastic rounding.
+        cautious: drop the elements of an update that do not point against the gradient, and scale up the others
+            (Liang et al., 2024, `arXiv:2411.16085 <https://arxiv.org/abs/2411.16085>`_). Weight decay that the rule
+            applies to the parameters is not masked. Not for rules that sum over tensors.
+        decoupled_weight_decay: multiply parameters by ``1 - lr * weight_decay`` before the update, which then has no
+            weight decay. Adam, NAdam and RAdam define this option themselves, as in torch.optim.
     """
 
     _step_supports_amp_scaling = False
@@ -94,6 +100,8 @@ class Optimizer(SavedOptimizer):
         rounding: Rounding | None = None,
         master_weights: bool = False,
         rounding_seed: int = 0,
+        cautious: bool = False,
+        decoupled_weight_decay: bool = False,
         **switches: bool | None,
     ) -> None:
         max_norms = dict(zip(MAX_NORMS, (max_grad_norm, max_grad_norm_per_parameter), strict=True))
@@ -108,6 +116,9 @@ class Optimizer(SavedOptimizer):
             defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
         stored = dict(zip(KEYS, (state_dtype, rounding, master_weights, rounding_seed), strict=True))
         defaults |= {key: value for key, value in stored.items() if value}
+        defaults |= {
+            key: True for key, is_set in ((DECOUPLED, decoupled_weight_decay), ("cautious", cautious)) if is_set
+        }
         # with in_backward, the scaler has to call the step, which refuses it
         self._step_supports_amp_scaling = bool(fused) or in_backward
         if self.has_torch_switches:
@@ -164,6 +175,7 @@ class Optimizer(SavedOptimizer):
             self._check_storage(group)
             averages.check_average(group)
             check_own_norm(self)
+            check_cautious(self, group)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
@@ -255,6 +267,7 @@ class Optimizer(SavedOptimizer):
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         if self._has_averages_swapped_in:
             raise RuntimeError("step() inside ema() would train the averaged weights; leave the context first")
+        self.before_step(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -295,9 +308,12 @@ class Optimizer(SavedOptimizer):
         self._follow_modules()
         steps.attach(self.param_groups)
         steps.end_iteration()
+        self._stepper.advance(self.param_groups)
 
     def _update(self, only: Container[Tensor] | None = None) -> None:
         stepper, unscale, found_inf = self._stepper, None, None
+        if only is not None:
+            self.before_step(self.param_groups)
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
             stepper.start_unscaling()
             found_inf = getattr(self, "found_inf", None)

@@ -43,6 +43,7 @@ class RunOptions(TypedDict, total=False):
     rounding: Rounding | None
     master_weights: bool
     rounding_seed: int
+    cautious: bool
 
 
 class EngineOptions(RunOptions, total=False):
@@ -57,6 +58,12 @@ class TorchOptions(EngineOptions, total=False):
     foreach: bool | None
     capturable: bool
     differentiable: bool
+
+
+class TorchDecayOptions(TorchOptions, total=False):
+    """The options of optimizers that torch.optim has too, and whose weight decay is a part of the gradient there."""
+
+    decoupled_weight_decay: bool
 
 
 def check_options(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.cautious import Followed, follow, mask_update
 from compiled_optim.flat_tensors import FlatTensors, Segments
 from compiled_optim.locations import is_ours
 from compiled_optim.noise import Noise
@@ -28,7 +29,7 @@ TensorLists = Sequence[list[Tensor]]
 ALL_REDUCE = "all_reduce"
 """The keyword argument of a rule that sums over tensors."""
 
-MAX_NORM, EMA_DECAY, SEED = "max_grad_norm_per_parameter", "ema_decay", "seed"
+MAX_NORM, EMA_DECAY, SEED, SHRINK = "max_grad_norm_per_parameter", "ema_decay", "seed", "decoupled_shrink"
 """Scalars that the program uses itself. The rule does not get them."""
 
 EMA = "ema"
@@ -100,6 +101,10 @@ class Program(Protocol):
         """Whether a unit sees 1-D tensors as 2-D ones, with a block of elements in each row."""
         return False
 
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
+        return tuple(shape)
+
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Run the program; it updates tensors in place."""
 
@@ -126,12 +131,15 @@ class UpdateProgram:
 
     A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
     them by ``grad_scale`` for its own use, after that. With the scalar MAX_NORM, the gradient of each tensor is clipped
-    by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters.
+    by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters. With the
+    scalar SHRINK, parameters are multiplied by it before the rule. A ``cautious`` program masks the rule's update.
 
     A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
     computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
     the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
+
+    ``reduced`` are the numbers of the lists of states that have the size 1 in a dimension, and that dimension.
 
     With ``segments``, each list has one tensor: a flat buffer of this many segments, as a matrix. With ``has_blocks``,
     a unit sees 1-D tensors as 2-D ones, with a block of a quantised state in each row.
@@ -147,6 +155,8 @@ class UpdateProgram:
     dtype: torch.dtype = torch.float32
     storages: tuple[Storage, ...] = ()
     companions: tuple[str, ...] = ()
+    cautious: bool = False
+    reduced: tuple[tuple[int, int], ...] = ()
     phase: Phase = Phase.WHOLE
     segments: int = 0
     has_blocks: bool = False
@@ -163,6 +173,12 @@ class UpdateProgram:
         first = 2 + len(self.states)
         return tuple(first + i for i, is_by_rows in enumerate(by_rows) if is_by_rows)
 
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
+        if number in self.row_lists:
+            return tuple(shape[:1])
+        return reduced_shape(shape, dict(self.reduced).get(number))
+
     @property
     def plain(self) -> UpdateProgram:
         """The same program with everything kept in the dtype in which it computes."""
@@ -171,7 +187,7 @@ class UpdateProgram:
     @property
     def reduces(self) -> bool:
         """Whether the program sums over tensors."""
-        return takes_all_reduce(self.update) or MAX_NORM in self.scalars
+        return takes_all_reduce(self.update) or MAX_NORM in self.scalars or self.cautious
 
     @property
     def is_separable(self) -> bool:
@@ -179,13 +195,14 @@ class UpdateProgram:
 
         True for the rules of this package, which are tested for it. For other rules it is unknown.
         """
-        return is_ours(self.update)
+        return is_ours(self.update) and not self.reduced
 
     @property
     def variant(self) -> tuple[str, ...]:
         """Words for logs: how tensors are kept, how gradients are scaled, and the phase if there are two."""
         kept = dict.fromkeys(storage.word for storage in self.storages if storage.word)
-        words = {"unscales": self.unscales, "scaled": self.scaled, self.phase.value: self.phase is not Phase.WHOLE}
+        words = {"cautious": self.cautious, "unscales": self.unscales, "scaled": self.scaled}
+        words |= {self.phase.value: self.phase is not Phase.WHOLE}
         return (*kept, *(word for word, applies in words.items() if applies))
 
     @property
@@ -228,7 +245,7 @@ class UpdateProgram:
         storages = self.storages or (Direct(),) * len(kept)
         own = [[next(companions) for _ in storage.companions] for storage in storages]
         numbers = self._numbers(arguments.scalars)
-        max_norm, decay, seed = (numbers.pop(name, None) for name in (MAX_NORM, EMA_DECAY, SEED))
+        max_norm, decay, seed, shrink = (numbers.pop(name, None) for name in (MAX_NORM, EMA_DECAY, SEED, SHRINK))
         noise = None
         if any(storage.uses_noise for storage in storages):
             assert seed is not None
@@ -250,7 +267,12 @@ class UpdateProgram:
         if max_norm is not None:
             grads = _clipped(grads, max_norm, all_reduce)
         sums = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
-        self.update(params, grads, **named, **numbers, **dict(self.flags), **sums)
+        if shrink is not None:
+            params *= shrink
+        given = follow(params) if self.cautious else params
+        self.update(given, grads, **named, **numbers, **dict(self.flags), **sums)
+        if isinstance(given, Followed):
+            mask_update(given, grads, all_reduce)
         if average is not None:
             average.ema_(params, decay)
         for place, (storage, each, extra) in enumerate(zip(storages, kept, own, strict=True)):
@@ -288,6 +310,13 @@ def _clipped(grads: Tensors, max_norm: Number, all_reduce: AllReduce) -> Tensors
     return grads * squares.map(factor)
 
 
+def reduced_shape(shape: Sequence[Any], dim: int | None) -> tuple[Any, ...]:
+    """Return a shape with the size 1 in a dimension, -1 or -2; the shape itself for None."""
+    if dim is None:
+        return tuple(shape)
+    return tuple(1 if i == len(shape) + dim else size for i, size in enumerate(shape))
+
+
 @lru_cache(maxsize=1024)
 def takes_all_reduce(update: Callable[..., None]) -> bool:
     """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
@@ -298,7 +327,8 @@ def takes_all_reduce(update: Callable[..., None]) -> bool:
 def count_sums(program: UpdateProgram, rank: int) -> int:
     """Return the number of sums that a rule computes over each tensor with ``rank`` dimensions; it is run once."""
     program = program.plain
-    lists = [[torch.ones((2,) * rank, device="cpu")] for _ in range(2 + len(program.states))]
+    shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states)))
+    lists = [[torch.ones(shape, device="cpu")] for shape in shapes]
     return len(program.measure(lists, example_arguments(program)))
 
 
@@ -370,6 +400,10 @@ class SquaredNormProgram:
     reduces: bool = True
     row_lists: tuple[int, ...] = ()
     has_blocks: bool = False
+
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape itself."""
+        return tuple(shape)
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor:
         """Return the sum as a 0-dim tensor."""

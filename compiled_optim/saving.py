@@ -106,7 +106,7 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
         for index, param in enumerate(all_params(self.param_groups)):
             values = state.get(index)
             if isinstance(values, dict) and (not only_sharded or (is_dtensor(param) and has_quantized(values))):
-                rows = self.rowwise and param.ndim > 1
+                rows = self.view_rank(param) - 1
                 state[index] = in_full_precision(values, self.nonnegative, rows, param, keep_companions=only_sharded)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -74,7 +74,8 @@ class Stepper:
 
     def skips_on_device(self, groups: Sequence[Group]) -> bool:
         """Return True if the updates of all parameters take ``found_inf``, so that the host need not read it."""
-        if is_traced():
+        # a skipped step must not change the groups
+        if is_traced() or type(self._rule).after_step is not Rule.after_step:
             return False
         if self._plan is not None:
             return self._plan.skips_on_device
@@ -133,6 +134,8 @@ class Stepper:
             if found_inf is not None:
                 self.unconfirmed = UnconfirmedStep(found_inf, plan.buckets)
             norm = plan.run(grads, match is Match.SOME, unscale, found_inf)
+            if only is None:
+                self.advance(groups, plan.sums())
             if unscale is not None and has_dtensor(params):
                 factor = unscale_unless_skipped(unscale, found_inf)
                 for grad in redistributed(all_params(groups)):
@@ -146,6 +149,11 @@ class Stepper:
         if self._memory.movers:
             self._plan = None
         return norm
+
+    def advance(self, groups: Sequence[Group], sums: Sequence[float] = ()) -> None:
+        """Write the entries of the groups that a step changes. ``sums`` are those over all parameters."""
+        for group in groups:
+            group.update(self._rule.after_step(group, sums))
 
     def compared_step(
         self, comparison: Comparison, groups: Sequence[Group], state: State, unscale: Tensor | None
@@ -292,7 +300,8 @@ class Stepper:
         params = all_params(groups)
         grads = self._collect_grads(params, groups, only)
         fake: Any = next(filter(is_fake, (*params, *grads)), None)
-        if (is_fake_mode() or fake is not None) and not any(map(is_fake, params)):
+        is_copy = (is_fake_mode() or fake is not None) and not any(map(is_fake, params))
+        if is_copy:
             own: State = defaultdict(dict, {param: dict(values) for param, values in state.items()})
             state = with_own_memory(own, self._rule.number_names)
         with nullcontext() if fake is None else fake.fake_mode:
@@ -309,6 +318,8 @@ class Stepper:
             plan = Plan(self._rule, groups, state, buckets, grads)
             plan.refresh(groups)
             norm = plan.run(grads, True, unscale)
+        if only is None and not is_copy:
+            self.advance(groups, () if fake is not None else plan.sums())
         self.discard_plan()
         return norm
 

@@ -108,8 +108,10 @@ def _published(module: str) -> tuple[Maker, Callable[[Rule], bool]]:
         found = rule.published(module)
         assert found is not None
         cls = getattr(importlib.import_module(module), found.name)
-        made: torch.optim.Optimizer = cls(groups, **rule.options, **found.options)
-        return made
+        made: Any = cls(groups, **rule.options, **found.options)
+        if hasattr(made, "train"):  # schedulefree starts in eval mode
+            made.train()
+        return made  # type: ignore[no-any-return]
 
     return make, lambda rule: rule.published(module) is not None
 
@@ -140,6 +142,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "usual foreach": Contender(*_published("perf.peers")),
     "adamp": Contender(*_published("adamp"), package="adamp", distribution="adamp"),
+    "schedulefree": Contender(*_published("schedulefree"), package="schedulefree", distribution="schedulefree"),
     "heavyball": Contender(*_published("heavyball"), package="heavyball", distribution="heavyball", whole_model=True),
     "optimi": Contender(*_published("optimi"), package="optimi", distribution="torch-optimi"),
     "deepspeed": Contender(

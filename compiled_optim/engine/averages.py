@@ -1,8 +1,8 @@
-"""The moving averages of the weights (``ema_decay``): use them in place of the weights, and return them by name."""
+"""Averages of the weights: use those of ``ema_decay`` in place of the weights, and interpolate weights and states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from compiled_optim.engine.rule import Group, all_params
 from compiled_optim.engine.states import State
 from compiled_optim.engine.storage_options import uses_seed
+from compiled_optim.engine.stored_states import COMPANIONS, COMPENSATION, MASTER
 from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.program import EMA, EMA_DECAY
+from compiled_optim.storage import compute_dtype
 
 
 def needs_step_counts(group: Group) -> bool:
@@ -55,6 +57,35 @@ def averages_by_name(groups: Sequence[Group], state: State) -> dict[str, Tensor]
     if len(names) != len(params):
         names = [str(index) for index in range(len(params))]
     return {name: averages.get(param, param).detach().clone() for name, param in zip(names, params, strict=True)}
+
+
+@torch.no_grad()
+def move_towards(name: str, params: Iterable[Tensor], state: State, weight: float) -> None:
+    """Interpolate between parameters and one of their states, in place: ``p += weight * (state - p)``.
+
+    Parameters without the state stay as they are. Master weights and compensations are updated too.
+    """
+    for param in params:
+        values = state.get(param, {})
+        if values.get(name) is None:
+            continue
+        weights, target = local_shard(param).detach(), local_shard(values[name])
+        if target.dtype == weights.dtype and not values.keys() & {*COMPANIONS}:
+            weights.lerp_(target, weight)
+            continue
+        master, lost = (values.get(key) if key in values else None for key in (MASTER, COMPENSATION))
+        exact = weights.to(compute_dtype(weights.dtype))
+        if lost is not None:
+            exact += local_shard(lost)
+        if master is not None:
+            master = local_shard(master)
+            exact = torch.where(master.to(weights.dtype) == weights, master, exact)
+        exact = exact.lerp(target.to(exact.dtype), weight)
+        weights.copy_(exact)
+        if master is not None:
+            master.copy_(exact)
+        if lost is not None:
+            local_shard(lost).copy_(exact - weights)
 
 
 def _averages(groups: Sequence[Group], state: State) -> dict[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class BoundBucket(ABC):
 
     @abstractmethod
     def _place(
-        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Create missing states. Return the state tensors, and the lists that calls work on, parameters first.
 
@@ -92,6 +92,15 @@ class BoundBucket(ABC):
         ``some_absent`` is True if one may be None. If an exception ends the update, such as KeyboardInterrupt, the
         steps of updated parameters are counted.
         """
+
+    @abstractmethod
+    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Compute the sums of the rule over the tensors of this bucket; return them, a row for each sum."""
+
+    def set_totals(self, totals: Tensor) -> None:
+        """Let the update use these sums for all tensors."""
+        assert self._totals is not None
+        self._totals.copy_(totals.unsqueeze(1).expand_as(self._totals))
 
     def bound_batches(self) -> list[BoundBatch]:
         """Return the bound batches of the update, one for each phase."""
@@ -137,13 +146,10 @@ class TensorBucket(BoundBucket):
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
         """Update the parameters and states in place."""
-        for copy, param in self._copies:
-            copy.copy_(param)
-        if self._measure is not None:
-            self._measure(grads)
-            assert self.bucket.shards is not None
-            assert self._totals is not None
-            self.bucket.shards.all_reduce_(self._totals)
+        if self._measure is not None and not self._rule.sums_over_all:
+            self.measure(grads)
+        else:
+            self._load_copies()
         present = [grad is not None for grad in grads] if some_absent else None
         before, runs = self.scalar_rows.progress(), self._update.runs[:]
         after = self.scalar_rows.after(present)
@@ -158,6 +164,21 @@ class TensorBucket(BoundBucket):
                 self.created = [i for i in self.created if not updated[i]]
             raise
 
+    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Compute the sums of the rule over each tensor and all its shards."""
+        self._load_copies()
+        assert self._measure is not None
+        assert self._totals is not None
+        self._measure(grads)
+        if self.bucket.shards is not None:
+            self.bucket.shards.all_reduce_(self._totals)
+        return self._totals
+
+    def _load_copies(self) -> None:
+        """Copy the parameters that are not dense."""
+        for copy, param in self._copies:
+            copy.copy_(param)
+
     def _finish(self, progress: Progress, in_step: bool) -> None:
         """Write to parameters that are not dense, and count the step. The call can be repeated."""
         for copy, param in self._copies:
@@ -165,7 +186,7 @@ class TensorBucket(BoundBucket):
         self.scalar_rows.write(progress, in_step)
 
     def _place(
-        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         bucket = self.bucket
         rows, program, nonnegative = bucket.rows, bucket.program, self._rule.nonnegative
@@ -177,10 +198,10 @@ class TensorBucket(BoundBucket):
         ]
         lists = [[self._updated(entry) for entry in bucket.entries], *map(list, zip(*kept, strict=True))]
         if not bucket.backend.by_address:
-            by_rows = [i - 1 for i in bucket.program.row_lists]  # without the gradients
+            program = bucket.program
             lists = [
-                tensors if i in by_rows else [layout.working_view(tensor, bucket.rows) for tensor in tensors]
-                for i, tensors in enumerate(lists)
+                tensors if i in program.row_lists else [layout.working_view(tensor, bucket.rows) for tensor in tensors]
+                for i, tensors in enumerate(lists, 1)  # without the gradients
             ]
         return [tensor for tensors in kept for tensor in tensors], lists
 
@@ -208,7 +229,15 @@ class TensorBucket(BoundBucket):
         return views
 
 
-def _converted(param: Tensor, rows: bool, dtype: torch.dtype, by_address: bool, grad: Tensor) -> Tensor:
+def _converted(param: Tensor, rows: int, dtype: torch.dtype, by_address: bool, grad: Tensor) -> Tensor:
     """Return a copy of a gradient with the dtype and the strides that the calls need."""
     copy = layout.copy_like(param, grad, rows, dtype)
     return copy if by_address else layout.working_view(copy, rows)
+
+
+def add_up(totals: Sequence[Tensor]) -> Tensor:
+    """Return the sums over the columns of all these matrices. They are computed on an accelerator if one is there."""
+    device = next((each.device for each in totals if each.device.type != "cpu"), totals[0].device)
+    sums = [each.sum(1).to(device, non_blocking=True) for each in totals]
+    dtype = max((each.dtype for each in sums), key=lambda dtype: dtype.itemsize)
+    return torch.stack([each.to(dtype) for each in sums]).sum(0)

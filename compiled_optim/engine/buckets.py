@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,7 +33,8 @@ class Entry:
     """A parameter to be stepped, its index among all parameters, and the number of its group.
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
-    its gradient is used, ``steps`` the number of steps it has made, and ``numbers`` those that the rule keeps.
+    its gradient is used, ``rows`` the number of dimensions after the first in which the rule sees it, ``steps`` the
+    number of steps it has made, and ``numbers`` those that the rule keeps.
     """
 
     index: int
@@ -40,7 +42,7 @@ class Entry:
     param: Tensor
     local: Tensor
     grad_dtype: torch.dtype
-    rows: bool
+    rows: int
     steps: int
     numbers: tuple[float, ...]
 
@@ -61,11 +63,12 @@ class Bucket:
     backend: Backend
     program: UpdateProgram
     dtypes: tuple[torch.dtype, ...]
-    rows: bool
+    rows: int
     wave: int = 0
     shards: ShardSpec | None = None
     is_flat: bool = False
     is_outside: bool = False
+    sums_over_all: bool = False
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -107,8 +110,9 @@ class Bucket:
 
     @cached_property
     def sums(self) -> int:
-        """The number of sums over each tensor that are all-reduced; 0 if the tensors are not sharded."""
-        return count_sums(self.program, 1 + self.rows) if self.shards is not None and self.program.reduces else 0
+        """The number of sums over each tensor that are added up over shards or parameters; 0 if they are not."""
+        adds_up = self.shards is not None or self.sums_over_all
+        return count_sums(self.program, 1 + self.rows) if adds_up and self.program.reduces else 0
 
     @property
     def takes_found_inf(self) -> bool:
@@ -119,7 +123,10 @@ class Bucket:
     def norm(self) -> Batch:
         """The batch that computes the squared norms of the gradients."""
         program = SquaredNormProgram(compute_dtype(self.dtypes[0]))
-        return Batch(self.backend, program, str(self.device), self.dtypes[:1], self.shapes, is_flat=self.is_flat)
+        shapes = self.shapes
+        if self.rows > 1 and self.backend.by_address:
+            shapes = [(math.prod(shape),) for shape in shapes]
+        return Batch(self.backend, program, str(self.device), self.dtypes[:1], shapes, is_flat=self.is_flat)
 
     @cached_property
     def measure(self) -> Batch | None:
@@ -191,16 +198,19 @@ def make_buckets(
     """
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
-    programs = [rule.program(group, unscales) for group in groups]
-    places = {program: place for place, program in enumerate(programs)}  # a number is compared faster
-    kinds = [places[program] for program in programs]
+    ranks = (1, 3) if rule.matrices else (1,)
+    programs = {(i, rank): rule.program(group, unscales, rank) for i, group in enumerate(groups) for rank in ranks}
+    places = {program: place for place, program in enumerate(programs.values())}  # a number is compared faster
+    kinds = {key: places[program] for key, program in programs.items()}
     stored = [any(key in group for key in KEYS) for group in groups]
-    keeps_state = rule.counts_steps or any(program.states for program in programs)
+    keeps_state = rule.counts_steps or any(program.states for program in programs.values())
     backends: dict[torch.device, Backend] = {}
     flat: dict[torch.device, bool] = {}
     entries, dtypes, formats, seen = [], [], [], set()
     for index, (number, param) in enumerate(numbered):
         grad, values = grads[index], state.get(param)
+        rank = rule.view_rank(param)
+        program = programs[number, rank if rule.matrices else 1]
         # torch warns about a parameter listed twice; it is stepped once
         if id(param) in seen or (grad is None and not values and (keeps_state or id(param) not in stepped)):
             continue
@@ -214,15 +224,16 @@ def make_buckets(
             grad_dtype = dtype
         else:
             if type(param) not in PLAIN_TYPES:
-                check_supported(type(rule).__name__, names()[index], param, programs[number], rule.rowwise)
+                check_supported(type(rule).__name__, names()[index], param, program, rank)
             check_can_step(rule, names, index, local, grad)
             grad_dtype = dtype if grad.dtype == dtype else layout.grad_dtype(local, grad)
         seen.add(id(param))
-        own_states = programs[number].states
+        own_states = program.states
         own_formats = USUAL
         if stored[number]:
-            whole_blocks = backends[device].whole_blocks
-            own_formats = formats_for(groups[number], own_states, local, rule.nonnegative, whole_blocks)
+            own_formats = formats_for(
+                groups[number], own_states, local, rule.nonnegative, backends[device].whole_blocks, rule.unquantized
+            )
         kept, steps = tuple(states.new_state_dtype(name, dtype, own_formats) for name in own_states), 0
         if values:
             kept, steps = states.kept_dtypes(rule, values, param, own_states, own_formats, partial(_name, names, index))
@@ -232,32 +243,34 @@ def make_buckets(
         own = (grad_dtype, dtype, *kept, *companion_dtypes(own_formats, own_states, dtype))
         formats.append(own_formats)
         dtypes.append(tuple(map(layout.real_dtype, own)) if dtype.is_complex else own)
-        rows = rule.rowwise and param.ndim > 1
-        entries.append(Entry(index, number, param, local, grad_dtype, rows, steps, own_numbers))
+        entries.append(Entry(index, number, param, local, grad_dtype, rank - 1, steps, own_numbers))
 
     buckets: dict[tuple[object, ...], Bucket] = {}
     last: tuple[object, ...] | None = None
     waves = overlap_waves([entry.local for entry in entries])
     for i, (entry, own) in enumerate(zip(entries, dtypes, strict=True)):
         device, number, wave = entry.local.device, entry.group, waves.get(i, 0)
+        kind = (number, 1 + entry.rows if rule.matrices else 1)
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
         row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers)
         is_flat = (
             flat[device]
             and shards is None
+            and not rule.sums_over_all
             and i not in waves
             and flat_layout.fits(entry.param, entry.rows)
-            and works_flat(programs[number], 1 + entry.rows)
+            and works_flat(programs[kind], 1 + entry.rows)
             and EIGHT_BIT not in dict(formats[i].states).values()
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
-        key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i])
+        key = (kinds[kind], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i])
         if key != last:  # comparing is faster than hashing
             last = key
             if key not in buckets:
-                program = with_storages(programs[number], own[1:], formats[i], rule.nonnegative, entry.rows)
+                program = with_storages(programs[kind], own[1:], formats[i], rule.nonnegative, entry.rows)
                 bucket = Bucket(groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
                 bucket.is_outside = flat[device] and not is_flat
+                bucket.sums_over_all = rule.sums_over_all
                 buckets[key] = bucket
             bucket = buckets[key]
         bucket.entries.append(entry)
@@ -278,9 +291,12 @@ def check_can_step(rule: Rule, names: Names, index: int, param: Tensor, grad: Te
         and (grad.dtype == param.dtype or grad.is_complex() <= param.is_complex())
         and layout.is_steppable(param)
         and (type(grad) in PLAIN_TYPES or not is_wrapper(grad))
+        and (rule.takes_complex or not param.is_complex())
     ):
         return
     name, optimizer = names()[index], type(rule).__name__
+    if param.is_complex() and not rule.takes_complex:
+        raise RuntimeError(f"{optimizer} does not support complex parameters, but {name} has dtype {param.dtype}")
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"{optimizer} does not support sparse gradients, please consider {rule.sparse_alternative} instead: "

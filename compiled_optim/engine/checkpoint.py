@@ -66,6 +66,7 @@ def read(
         if key in owners:
             param, name, states = owners[key]
             values = {} if values is None else values
+            states = rule.states_of(param, states)
             _check_states(rule, name, param, values, states)
             state[param] = _convert(param, values, states, rule.number_names, exactly=id(param) in stored)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
@@ -166,7 +167,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         if not isinstance(value, Tensor):
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
-            check_state_fits(lambda: name, param, state, value, REMEDY)
+            check_state_fits(lambda: name, param, state, value, REMEDY, rule.state_shape(state, param.shape))
     if rule.counts_steps and "step" in values and step_count(values["step"]) is None:
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
     for number in rule.numbers:

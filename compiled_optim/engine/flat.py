@@ -22,7 +22,6 @@ from compiled_optim.engine.flat_memory import VISITS, FlatMemory
 from compiled_optim.engine.rows import Progress, RowReader
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.stored_states import MASTER
-from compiled_optim.program import EMA
 
 
 class FlatBucket(BoundBucket):
@@ -77,6 +76,10 @@ class FlatBucket(BoundBucket):
             if self._visits >= VISITS:
                 self._memory.movers.update(id(entry.param) for entry in self.bucket.entries)
 
+    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Raise: rules with sums over all parameters are not stepped in flat buffers."""
+        raise NotImplementedError
+
     def _finish(self, progress: Progress, saved: list[Tensor]) -> None:
         """Copy back what was copied for the update, and count the step. The call can be repeated."""
         for views, tensors in self._visitors:
@@ -95,7 +98,7 @@ class FlatBucket(BoundBucket):
         return self._bystanders
 
     def _place(
-        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         _, params, *of_states = self._at.buffers
         named = dict(zip(self.bucket.program.kept, of_states, strict=True))
@@ -109,11 +112,12 @@ class FlatBucket(BoundBucket):
             elsewhere = {}
             for i, own, entry, first in zip(places, values, entries, initial, strict=True):
                 tensor = own.get(name)
-                if tensor is None and name in (EMA, MASTER):  # both start as copies of the parameter
-                    tensor = entry.param
-                if tensor is None:
-                    buffer.views[i].fill_(first.get(name, 0.0))
-                elif not buffer.holds(i, tensor):
+                value = None if name == MASTER else first.get(name, 0.0)
+                if tensor is None and value is not None:
+                    buffer.views[i].fill_(value)
+                    continue
+                tensor = entry.param if tensor is None else tensor
+                if not buffer.holds(i, tensor):
                     elsewhere[i] = tensor
             buffer.load(elsewhere)
         at = zip(places, entries, strict=True)

@@ -111,7 +111,7 @@ def _rounded(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def fits(param: Tensor, rows: bool) -> bool:
+def fits(param: Tensor, rows: int) -> bool:
     """Return True if a parameter can be moved into a flat buffer.
 
     Not if it shares its storage with other tensors, which would no longer see its values.

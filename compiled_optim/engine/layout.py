@@ -2,33 +2,39 @@
 
 A *dense* tensor covers its memory without gaps or overlaps, in any order of dimensions (contiguous, channels_last,
 transposed): programs see its memory as one dimension. Rules that need rows see two dimensions, one row for each index
-of the first; then that dimension has to be the outermost in memory as well. This view is the *working view* of a
-parameter. A parameter that has none is copied into a dense temporary before a step and back after it. States and
-gradients pair with a parameter element by element if they have the strides of its working view.
+of the first; then that dimension has to be the outermost in memory as well. Rules for matrices see three dimensions,
+the last two of a contiguous tensor and all others as one. This view is the *working view* of a parameter, and ``rows``
+is the number of its dimensions after the first. A parameter that has none is copied into a dense temporary before a
+step and back after it. States and gradients pair with a parameter element by element if they have the strides of its
+working view.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 
-def working_strides(param: Tensor, rows: bool) -> tuple[int, ...]:
+def working_strides(param: Tensor, rows: int) -> tuple[int, ...]:
     """Return the strides of the memory that is updated: the parameter's own if it has a working view, else a copy's."""
     # empty_like keeps the strides of a dense tensor; for others it makes dense strides in the same order
     strides = torch.empty_like(param, device="meta", requires_grad=False).stride()
+    if rows > 1:
+        return torch.empty(param.shape, device="meta").stride()
     if rows and param.numel() and param.shape[0] > 1 and strides[0] * param.shape[0] != param.numel():
         return torch.empty(param.shape, device="meta").stride()
     return strides
 
 
-def has_working_view(param: Tensor, rows: bool) -> bool:
+def has_working_view(param: Tensor, rows: int) -> bool:
     """Return True if a parameter can be updated in its own memory."""
     dense = param.is_contiguous() or param.stride() == working_strides(param, rows)
     return dense and not has_lazy_bits(param)
 
 
-def pairs_with(param: Tensor, other: Tensor, rows: bool) -> bool:
+def pairs_with(param: Tensor, other: Tensor, rows: int) -> bool:
     """Return True if ``other`` matches the parameter's working view element by element."""
     if has_lazy_bits(other) or other.shape != param.shape:
         return False
@@ -37,7 +43,7 @@ def pairs_with(param: Tensor, other: Tensor, rows: bool) -> bool:
     return other.stride() == working_strides(param, rows)
 
 
-def working_view(tensor: Tensor, rows: bool) -> Tensor:
+def working_view(tensor: Tensor, rows: int) -> Tensor:
     """Return a real 1-D view of a tensor's memory, or a 2-D view of its rows. The tensor must have working strides."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -45,22 +51,25 @@ def working_view(tensor: Tensor, rows: bool) -> Tensor:
     return flat.view(view_shape(tensor, rows)) if rows else flat
 
 
-def view_shape(tensor: Tensor, rows: bool) -> tuple[int, ...]:
+def view_shape(tensor: Tensor, rows: int) -> tuple[int, ...]:
     """Return the shape of :func:`working_view`."""
     size = tensor.numel() * (2 if tensor.is_complex() else 1)
+    if rows > 1:
+        *outer, height, width = tensor.shape
+        return math.prod(outer), height, width
     if rows:
         return tensor.shape[0], size // tensor.shape[0] if tensor.shape[0] else 0
     return (size,)
 
 
-def copy_like(param: Tensor, source: Tensor, rows: bool, dtype: torch.dtype | None = None) -> Tensor:
+def copy_like(param: Tensor, source: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy of ``source`` with the parameter's working strides."""
     strides = working_strides(param, rows)
     copy = torch.empty_strided(param.shape, strides, dtype=dtype or source.dtype, device=param.device)
     return copy.copy_(source)
 
 
-def full_like(param: Tensor, value: float, rows: bool, dtype: torch.dtype) -> Tensor:
+def full_like(param: Tensor, value: float, rows: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor with the parameter's working strides that holds one value, in both parts if complex."""
     if param.is_contiguous():
         if value == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_optim.backends import BoundCall
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.amp import unscale_unless_skipped
-from compiled_optim.engine.bound import BoundBucket, TensorBucket
+from compiled_optim.engine.bound import BoundBucket, TensorBucket, add_up
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.clipping import GradScaling
 from compiled_optim.engine.flat import FlatBucket
@@ -38,6 +38,7 @@ class Plan:
         memory: FlatMemory | None = None,
     ) -> None:
         self._rule = rule
+        self._totals: Tensor | None = None
         readers = [RowReader(rule, group) for group in groups]
         self.scaling = GradScaling(rule, buckets, clips_any(rule, groups))
         self.buckets: list[BoundBucket] = [
@@ -128,9 +129,17 @@ class Plan:
         if unscale is not None:
             written = [*written, *(grad for own in picked for grad in own if grad is not None)]
         torch.autograd.graph.increment_version(written)
+        if self._rule.sums_over_all:
+            self._totals = add_up([bucket.measure(own) for bucket, own in zip(self.buckets, picked, strict=True)])
+            for bucket in self.buckets:
+                bucket.set_totals(self._totals)
         for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
             bucket.run(bucket_grads, some_absent)
         return norm
+
+    def sums(self) -> list[float]:
+        """Return the sums over all parameters of the last step, if the rule has such. The host waits for them."""
+        return [] if self._totals is None else self._totals.tolist()
 
     def remove_unused_states(self) -> None:
         """Remove the states that were created for parameters which are not updated yet, after a step that failed."""

@@ -13,9 +13,12 @@ from torch import Tensor
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
-from compiled_optim.engine.rule import Group, Rule, by_name, declaration
-from compiled_optim.engine.storage_options import uses_seed
-from compiled_optim.program import EMA_DECAY
+from compiled_optim.engine.rule import DECOUPLED, DTYPE_EPS, Group, Rule, by_name, declaration
+from compiled_optim.engine.storage_options import KEYS
+from compiled_optim.program import EMA_DECAY, SHRINK
+
+OWN_OPTIONS = frozenset({*KEYS, EMA_DECAY, DECOUPLED, "cautious"})
+"""The keys of groups for options that every optimizer has."""
 
 GROUP_SHIFT = 48
 """A key of a row is the number of the group, shifted by this many bits, plus the step count.
@@ -48,22 +51,31 @@ class RowReader:
 
     def __init__(self, rule: Rule, group: Group) -> None:
         scalars, variant = rule.row(group, 1)
-        _, optional, _ = declaration(type(rule).update)
+        _, optional, keywords = declaration(type(rule).update)
+        self._takes_eps = DTYPE_EPS in keywords
         self._rule, self._group, self._variant = rule, group, variant
         self._values = _getter(tuple(scalars))
         self._flags = _getter(tuple(name for name, _ in variant.flags))
         self._flag_values = tuple(value for _, value in variant.flags)
         self._optional = [(name, name in variant.states) for name in optional]
         self._numbers = _getter(tuple(rule.numbers))
+        self._has_own = bool(variant.own_scalars) or variant.cautious
 
-    def read(self, step: int, numbers: tuple[float, ...]) -> Reading | None:
+    def read(self, step: int, numbers: tuple[float, ...], eps: float) -> Reading | None:
         """Return the values for this step; None if the hyperparameters now select another program.
 
-        ``numbers`` are those of the parameters before the step.
+        ``numbers`` are those of the parameters before the step, ``eps`` is the machine epsilon of their dtype.
         """
         rule, group, variant = self._rule, self._group, self._variant
         if numbers:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
+        own = None
+        if self._has_own or group.keys() & OWN_OPTIONS or rule.max_grad_norm_per_parameter is not None:
+            own = rule.own_scalars(group, step)
+            if tuple(own) != variant.own_scalars or bool(group.get("cautious")) != variant.cautious:
+                return None
+            if SHRINK in own:
+                group = {**group, "weight_decay": 0.0}
         derived = rule.derived(group, step)
         known = by_name(group, derived)
         if (
@@ -75,16 +87,10 @@ class RowReader:
         for name, is_kept in self._optional:
             if bool(derived.get(name)) != is_kept:
                 return None
-        if (
-            variant.own_scalars
-            or EMA_DECAY in group
-            or rule.max_grad_norm_per_parameter is not None
-            or uses_seed(group)
-        ):
-            own = rule.own_scalars(group, step)
-            if tuple(own) != variant.own_scalars:
-                return None
+        if own:
             known |= own
+        if self._takes_eps:
+            known[DTYPE_EPS] = eps
         return [*map(float, self._values(known))], self._numbers(known)
 
 
@@ -111,6 +117,7 @@ class Rows:
         self.counters = counters
         self._numbers = numbers
         self._readers = readers
+        self._eps = torch.finfo(bucket.dtypes[1]).eps
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
         self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
         self.grad_scale = torch.ones(tensors, dtype=dtype, device=bucket.device)
@@ -130,7 +137,7 @@ class Rows:
             return False
         values, after = [], []
         for number, steps, before in zip(self.groups, self._steps, self._before, strict=True):
-            row = self._readers[number].read(steps + 1, before)
+            row = self._readers[number].read(steps + 1, before, self._eps)
             if row is None:
                 return False
             values.append(row[0])

@@ -20,12 +20,27 @@ from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.noise import step_seed
-from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAX_NORM, SEED, UpdateProgram
+from compiled_optim.program import (
+    ALL_REDUCE,
+    EMA,
+    EMA_DECAY,
+    MAX_NORM,
+    SEED,
+    SHRINK,
+    UpdateProgram,
+    reduced_shape,
+)
 
 Group = dict[str, Any]
 
 WARMUP_STEPS = 10
 """With ``ema_warmup`` the decay of the average in step t is at most t / (t + 9)."""
+
+DECOUPLED = "decoupled_weight_decay"
+"""The option of a group that decouples weight decay from the gradient. Some optimizers define it themselves."""
+
+DTYPE_EPS = "dtype_eps"
+"""A hyperparameter that every rule may take: the machine epsilon of the dtype of the parameter."""
 
 BETA_NAMES = tuple(f"beta{i}" for i in range(1, 10))
 """The names by which a formula gets the values of ``betas``."""
@@ -64,6 +79,7 @@ class Variant(NamedTuple):
     maximize: bool
     clips: bool
     own_scalars: tuple[str, ...]
+    cautious: bool
 
 
 class Row(NamedTuple):
@@ -104,8 +120,34 @@ class Rule:
     rowwise: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions by rows, as 2-D tensors."""
 
-    initial_values: ClassVar[Mapping[str, float | str]] = {}
-    """The initial values of states, if not zero. A string is the name of a hyperparameter with that value."""
+    matrices: ClassVar[bool] = False
+    """Whether ``update`` sees parameters of two and more dimensions as stacks of matrices.
+
+    They are 3-D tensors then: the last two dimensions of the parameter, and all others as one. Such a rule is called
+    for one tensor at a time, and sharded parameters are refused.
+    """
+
+    reduced_states: ClassVar[Mapping[str, int]] = {}
+    """States that have the size 1 in one dimension, -1 or -2. Only parameters that are seen as matrices have them."""
+
+    vector_states: ClassVar[frozenset[str]] = frozenset()
+    """States that only parameters of one dimension or none have."""
+
+    sums_over_all: ClassVar[bool] = False
+    """Whether ``all_reduce`` adds up the sums of all parameters of the optimizer, instead of those of each tensor.
+
+    Such a rule passes over all gradients before the first parameter is updated. :meth:`after_step` gets the sums on the
+    host, which waits for the device.
+    """
+
+    takes_complex: ClassVar[bool] = True
+    """Whether complex parameters can be stepped. ``update`` sees them as real ones."""
+
+    initial_values: ClassVar[Mapping[str, float | str | None]] = {}
+    """The initial values of states, if not zero. A string is the name of a hyperparameter with that value.
+
+    A state with the initial value None starts as a copy of the parameter. It is never kept in 8 bits.
+    """
 
     numbers: ClassVar[Mapping[str, float | str]] = {}
     """Numbers that each parameter keeps in addition to ``step``, and their initial values as in ``initial_values``.
@@ -145,13 +187,50 @@ class Rule:
         """
         return {}
 
+    def before_step(self, groups: Sequence[Group]) -> None:
+        """Raise if these groups cannot be stepped now. This is called first in each step, before the closure."""
+
+    def after_step(self, group: Group, sums: Sequence[float] = ()) -> Mapping[str, Any]:
+        """Return the entries of a group that a step changes. They are written after all parameters were stepped.
+
+        ``sums`` are those over all parameters, if the rule has :attr:`sums_over_all`.
+        :meth:`derived` gets the entries from before the step. An iteration whose step is skipped, as GradScaler does,
+        changes nothing.
+        """
+        return {}
+
     def clips(self, group: Group, dtype: torch.dtype) -> list[Clip]:
         """Return the clips that are applied to the gradients of a group in one dtype, in order."""
         return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
 
-    def initial_states(self, group: Group, names: Iterable[str]) -> dict[str, float]:
-        """Return the initial values of these states for a group."""
-        return {name: _initial(group, self.initial_values.get(name, 0.0)) for name in names}
+    def initial_states(self, group: Group, names: Iterable[str]) -> dict[str, float | None]:
+        """Return the initial values of these states for a group; None for a copy of the parameter."""
+        declared = {name: None if name == EMA else self.initial_values.get(name, 0.0) for name in names}
+        return {name: None if value is None else _initial(group, value) for name, value in declared.items()}
+
+    @property
+    def unquantized(self) -> frozenset[str]:
+        """The names of states that are never kept in 8 bits."""
+        copies = {name for name, value in self.initial_values.items() if value is None}
+        return frozenset({*copies, *self.reduced_states})
+
+    def view_rank(self, param: Tensor) -> int:
+        """Return the number of dimensions in which ``update`` sees a parameter."""
+        if param.ndim < 2:
+            return 1
+        return 3 if self.matrices else 2 if self.rowwise else 1
+
+    def states_of(self, param: Tensor, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of these states that a parameter has."""
+        return self._kept_by_rank(self.view_rank(param), names)
+
+    def _kept_by_rank(self, rank: int, names: Sequence[str]) -> tuple[str, ...]:
+        others = self.vector_states if rank == 3 else self.reduced_states.keys()
+        return tuple(name for name in names if name not in others)
+
+    def state_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a state of a parameter with this shape."""
+        return reduced_shape(shape, self.reduced_states.get(name))
 
     def initial_numbers(self, group: Group) -> dict[str, float]:
         """Return the initial values of :attr:`numbers` for a group."""
@@ -174,16 +253,25 @@ class Rule:
         if decay is not None:
             warm = step / (step + WARMUP_STEPS - 1) if group.get("ema_warmup") else 1.0
             found[EMA_DECAY] = min(float(decay), warm) if step > 1 else 0.0
+        if self.decouples(group):
+            found[SHRINK] = 1 - float(group["lr"]) * float(group["weight_decay"])
         if uses_seed(group):
             found[SEED] = float(step_seed(int(group.get("rounding_seed", 0)), step))
         return found
 
+    def decouples(self, group: Group) -> bool:
+        """Return True if weight decay is applied to the parameters of a group before ``update``, which gets none."""
+        return bool(group.get(DECOUPLED)) and DECOUPLED not in declaration(type(self).update).keywords
+
     def row(self, group: Group, step: int) -> Row:
         """Return the hyperparameters of a step, and the variant they select. Numbers have their initial values."""
         states, optional, keywords = declaration(type(self).update)
+        own = self.own_scalars(group, step)
         group = {**group, **self.initial_numbers(group)}
+        if SHRINK in own:
+            group["weight_decay"] = 0.0
         derived = self.derived(group, step)
-        known = by_name(group, derived)
+        known = {DTYPE_EPS: torch.finfo(torch.float32).eps, **by_name(group, derived)}
         scalars: dict[str, float] = {}
         flags = []
         for name in keywords:
@@ -195,23 +283,31 @@ class Rule:
             else:
                 scalars[name] = float(value)
         kept = tuple(state for state in states if state not in optional or derived.get(state)) if optional else states
-        own = self.own_scalars(group, step)
         if EMA_DECAY in own:
             kept = (*kept, EMA)
         clips = bool(self.clips(group, torch.float32))
-        return Row({**scalars, **own}, Variant(kept, tuple(flags), bool(group["maximize"]), clips, tuple(own)))
+        chosen = bool(group["maximize"]), clips, tuple(own), bool(group.get("cautious"))
+        return Row({**scalars, **own}, Variant(kept, tuple(flags), *chosen))
 
-    def program(self, group: Group, unscales: bool = False) -> UpdateProgram:
-        """Return the program for a group. With ``unscales`` it unscales gradients in place."""
+    def program(self, group: Group, unscales: bool = False, rank: int = 1) -> UpdateProgram:
+        """Return the program for parameters of a group that it sees with ``rank`` dimensions.
+
+        With ``unscales`` it unscales gradients in place.
+        """
         scalars, variant = self.row(group, 1)
+        states = self._kept_by_rank(rank, variant.states)
         return UpdateProgram(
             name=type(self).__name__,
             update=type(self).update,
-            states=variant.states,
+            states=states,
             scalars=tuple(scalars),
             flags=variant.flags,
             scaled=variant.maximize or variant.clips,
             unscales=unscales,
+            cautious=variant.cautious,
+            reduced=tuple(
+                (2 + i, self.reduced_states[name]) for i, name in enumerate(states) if name in self.reduced_states
+            ),
         )
 
     def _undeclared(self, name: str) -> RuleError:

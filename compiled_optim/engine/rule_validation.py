@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from compiled_optim.backends import disk_cache
-from compiled_optim.engine.rule import Group, Rule, declaration
+from compiled_optim.engine.rule import DECOUPLED, Group, Rule, declaration
 from compiled_optim.engine.sharding import check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
@@ -51,13 +51,16 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
     is_plain = PLAIN_TYPES.issuperset(map(type, params))
     if is_plain and is_ours(type(rule)):
         return
-    program = rule.program(group)
     if compiled:
-        try_out(rule, program)
+        try_out(rule, rule.program(group))
+        if rule.matrices:
+            try_out(rule, rule.program(group, rank=3), (3,))
     if not is_plain:
         for name, param in zip(names()[-len(params) :], params, strict=True):
             if param.requires_grad:  # a frozen one is checked when it gets a gradient
-                check_supported(type(rule).__name__, name, param, program, rule.rowwise)
+                rank = rule.view_rank(param)
+                program = rule.program(group, rank=rank if rule.matrices else 1)
+                check_supported(type(rule).__name__, name, param, program, rank)
 
 
 def check_own_norm(rule: Rule) -> None:
@@ -68,6 +71,27 @@ def check_own_norm(rule: Rule) -> None:
             "and these sums would depend on the clipped gradient; clip before the step with "
             "torch.nn.utils.clip_grad_norm_([param], max_norm)"
         )
+
+
+def check_cautious(rule: Rule, group: Group) -> None:
+    """Raise ValueError if a group has the option ``cautious`` or DECOUPLED, but the rule does not allow it."""
+    name = type(rule).__name__
+    for option, chosen in (("cautious", group.get("cautious")), (DECOUPLED, rule.decouples(group))):
+        if chosen and rule.unquantized:
+            raise ValueError(
+                f"{name} does not support {option}=True: its state {min(rule.unquantized)!r} holds weights as well, "
+                "which would not be changed in the same way; use another optimizer"
+            )
+    if group.get("cautious") and (takes_all_reduce(type(rule).update) or rule.max_grad_norm_per_parameter is not None):
+        cause = (
+            "its formula sums over each tensor" if takes_all_reduce(type(rule).update) else "each gradient is clipped"
+        )
+        raise ValueError(
+            f"{name} does not support cautious=True here: {cause}, and the share of masked elements would depend on "
+            "these sums; use max_grad_norm instead of max_grad_norm_per_parameter, or an optimizer without such sums"
+        )
+    if rule.decouples(group) and not ("weight_decay" in group and "lr" in group):
+        raise ValueError(f"{name} does not support {DECOUPLED}=True: it has no weight_decay or no lr")
 
 
 def check_rule(rule: Rule, group: Group) -> None:
@@ -113,10 +137,15 @@ def check_rule(rule: Rule, group: Group) -> None:
     rule.row(group, 1)  # raises RuleError if a hyperparameter has no value
 
 
-def try_out(rule: Rule, program: UpdateProgram) -> None:
-    """Raise RuleError if a user's update cannot be compiled, or does not update all parameters and states."""
+def try_out(rule: Rule, program: UpdateProgram, ranks: tuple[int, ...] = ()) -> None:
+    """Raise RuleError if a user's update cannot be compiled, or does not update all parameters and states.
+
+    It is tried on tensors with each of these numbers of dimensions; by default, with those of a rule without matrices.
+    """
     if not is_ours(type(rule)):
-        _try_out(replace(program, scaled=False), (1, 2) if rule.rowwise else (1,))
+        # a copy of the parameter at the start may stay as it is
+        copies = frozenset(name for name, value in rule.initial_values.items() if value is None)
+        _try_out(replace(program, scaled=False), ranks or ((1, 2) if rule.rowwise else (1,)), copies)
 
 
 def _check_signature(rule: Rule) -> None:
@@ -162,27 +191,30 @@ def _derived(rule: Rule, group: Group, step: int) -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _try_out(program: UpdateProgram, ranks: tuple[int, ...]) -> None:
+def _try_out(program: UpdateProgram, ranks: tuple[int, ...], constant: frozenset[str] = frozenset()) -> None:
     # the modes of a trial import Dynamo, which would fail without the directory, and blame the rule
     disk_cache.create_directory()
     for rank in ranks:
         with torch.inference_mode(False), torch.no_grad():
-            _Trial(program, rank).run()
+            _Trial(program, rank, constant).run()
 
 
 class _Trial:
     """One eager run of a program on two tensors of different sizes, and a record of what it reads and writes."""
 
-    def __init__(self, program: UpdateProgram, rank: int) -> None:
+    def __init__(self, program: UpdateProgram, rank: int, constant: frozenset[str]) -> None:
         self.program = program
+        self.constant = constant
         generator = torch.Generator().manual_seed(0)
-        self.shapes = [(3,) * rank, (2,) * rank]
         names = ["grads", "params", *program.states]
+        self.shapes = {
+            name: [program.list_shape(i, shape) for shape in ((3,) * rank, (2,) * rank)] for i, name in enumerate(names)
+        }
 
         def example(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
 
-        self.lists = {name: [example(*shape) for shape in self.shapes] for name in names}
+        self.lists = {name: [example(*shape) for shape in shapes] for name, shapes in self.shapes.items()}
         self.scalars = example(2 * len(program.scalars))
         self.read: dict[int, str] = {}  # the last line that read each memory
         self.written: set[int] = set()
@@ -200,7 +232,7 @@ class _Trial:
             remedy = "see the error above; a rule gets lists of 1-D tensors, or of 2-D tensors too if it is rowwise"
             raise RuleError(f"{rule} fails on two small tensors: {error}", self._where(error), remedy) from error
         for name, tensors in self.lists.items():
-            if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes, strict=True)):
+            if any(tensor.shape != shape for tensor, shape in zip(tensors, self.shapes[name], strict=True)):
                 where = rebinding(self.program.update, name) or definition(self.program.update)
                 raise RuleError(
                     f"{rule} changes the shape of {name!r}", where, "a state has the shape of its parameter"
@@ -212,7 +244,7 @@ class _Trial:
         # a state that is never read may stay unwritten
         if name != "params":
             unwritten = [memory for memory in unwritten if memory in self.read]
-        if name == "grads" or not unwritten:
+        if name == "grads" or name in self.constant or not unwritten:
             return
         update = self.program.update
         where = rebinding(update, name) or self.read.get(unwritten[0]) or definition(update)

@@ -87,8 +87,11 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     return made
 
 
-def check_supported(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rowwise: bool) -> None:
-    """Raise if a parameter cannot be stepped shard by shard, or is an unsupported tensor subclass."""
+def check_supported(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rank: int) -> None:
+    """Raise if a parameter cannot be stepped shard by shard, or is an unsupported tensor subclass.
+
+    ``rank`` is the number of dimensions in which the program sees it.
+    """
     if not is_dtensor(param):
         if type(param) not in PLAIN_TYPES and is_wrapper(param):
             raise TypeError(
@@ -103,14 +106,18 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
             "redistribute it to Shard or Replicate first"
         )
     across = [placement for placement in placements if not placement.is_replicate() and placement.dim % param.ndim]
-    if rowwise and param.ndim > 1 and across:
+    if rank == 2 and across:
         raise ValueError(
             f"{optimizer} cannot step {name}: it needs whole rows, but the placements {placements} split rows; "
             "shard the parameter along dimension 0"
         )
-    rank = 1 + (rowwise and param.ndim > 1)
     if ShardSpec.from_tensor(param) is None:
         return
+    if rank > 2:
+        raise ValueError(
+            f"{optimizer} cannot step {name}, which is sharded over processes: it needs whole matrices, but the "
+            f"placements are {placements}; replicate the parameter, or use another optimizer"
+        )
     if program.reduces:
         count_sums(program, rank)  # raises if it cannot be run in two phases
     elif not is_elementwise(program, rank):

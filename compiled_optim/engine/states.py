@@ -43,7 +43,7 @@ def kept_dtypes(
         if tensor is None:
             dtypes.append(new_state_dtype(name, param.dtype, formats))
             continue
-        check_state_fits(parameter_name, param, name, tensor, REMEDY)
+        check_state_fits(parameter_name, param, name, tensor, REMEDY, rule.state_shape(name, param.shape))
         if is_quantized(values, name):
             kept = formats.of(name)
             dtypes.append(compute_dtype(param.dtype) if kept is None else new_state_dtype(name, param.dtype, formats))
@@ -71,8 +71,10 @@ def new_state_dtype(name: str, dtype: torch.dtype, formats: Formats = USUAL) -> 
     return dtype if name != EMA or dtype.is_complex else compute_dtype(dtype)
 
 
-def check_state_fits(parameter_name: Callable[[], str], param: Tensor, name: str, tensor: Tensor, remedy: str) -> None:
-    """Raise if a state and its parameter differ in shape or placement, or only one of them is complex."""
+def check_state_fits(
+    parameter_name: Callable[[], str], param: Tensor, name: str, tensor: Tensor, remedy: str, shape: Sequence[int]
+) -> None:
+    """Raise if a state does not have this shape, or differs from its parameter in placement or in being complex."""
     expected, found = placement(param), placement(tensor)
     if expected != found:
         raise ValueError(
@@ -80,10 +82,11 @@ def check_state_fits(parameter_name: Callable[[], str], param: Tensor, name: str
             f"{expected or 'none'}; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
-    if tensor.shape != param.shape or tensor.is_complex() != param.is_complex():
+    expects = "" if tuple(shape) == tuple(param.shape) else f", and the state of it has {tuple(shape)}"
+    if tuple(tensor.shape) != tuple(shape) or tensor.is_complex() != param.is_complex():
         raise ValueError(
             f"state {name!r} of {parameter_name()} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
-            f"parameter has {tuple(param.shape)} and {param.dtype}; {remedy}"
+            f"parameter has {tuple(param.shape)} and {param.dtype}{expects}; {remedy}"
         )
 
 
@@ -104,8 +107,8 @@ def materialize_states(
     values: dict[str, Any],
     param: Tensor,
     local: Tensor,
-    initial: Mapping[str, float],
-    rows: bool,
+    initial: Mapping[str, float | None],
+    rows: int,
     program: UpdateProgram,
     dtypes: Sequence[torch.dtype],
     nonnegative: Collection[str],
@@ -116,13 +119,14 @@ def materialize_states(
         values: the states of the parameter by name.
         param: the parameter.
         local: what this process holds of it.
-        initial: the initial values of the states. An average and master weights start as copies of the parameter.
-        rows: whether the program sees its rows.
+        initial: the initial values of the states, None for a copy of the parameter. Master weights start as copies too.
+        rows: the number of dimensions, after the first, in which the program sees it.
         program: the program, which tells the storages.
         dtypes: the dtypes of the lists of the program after the parameters.
         nonnegative: the names of states without a sign.
     """
     is_sharded = local is not param
+    reduced = {program.kept[number - 2] for number, _ in program.reduced}
     storages = dict(zip(program.states, program.storages[1:], strict=True))
     found: dict[str, Tensor] = {}
     for name, dtype in zip(program.kept, dtypes, strict=True):
@@ -131,14 +135,19 @@ def materialize_states(
         if name in found:  # scales, which were made with the codes
             made = found[name]
         elif isinstance(storage, Quantized):
-            made, found[name + SCALE] = _codes(values, name, held, local, initial[name], rows, storage.signed)
+            made, found[name + SCALE] = _codes(values, name, held, local, initial[name] or 0.0, rows, storage.signed)
         elif held is not None and is_quantized(values, name):
             plain = dequantize(held, values[name + SCALE], name not in nonnegative, rows)
             made = layout.copy_like(local, plain, rows, dtype)
-        elif held is None and name in (EMA, MASTER):
-            made = layout.copy_like(local, local.detach(), rows, dtype)
+        elif name in reduced:
+            shape = program.list_shape(2 + program.kept.index(name), local.shape)
+            made = _reduced(held, shape, initial.get(name) or 0.0, dtype, local.device)
         elif held is None:
-            made = layout.full_like(local, initial.get(name, 0.0), rows, dtype)
+            value = None if name == MASTER else initial.get(name, 0.0)
+            if value is None:
+                made = layout.copy_like(local, local.detach(), rows, dtype)
+            else:
+                made = layout.full_like(local, value, rows, dtype)
         elif held.device != local.device or held.dtype != dtype or not layout.pairs_with(local, held, rows):
             made = layout.copy_like(local, held, rows, dtype)
         else:
@@ -153,8 +162,17 @@ def materialize_states(
     return [found[name] for name in program.kept]
 
 
+def _reduced(
+    held: Tensor | None, shape: Sequence[int], initial: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a state that has the size 1 in one dimension: contiguous, in this dtype and on this device."""
+    if held is None:
+        return torch.full(tuple(shape), initial, dtype=dtype, device=device)
+    return held.to(device, dtype).contiguous()
+
+
 def _codes(
-    values: Mapping[str, Any], name: str, held: Tensor | None, local: Tensor, initial: float, rows: bool, signed: bool
+    values: Mapping[str, Any], name: str, held: Tensor | None, local: Tensor, initial: float, rows: int, signed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of a state, converted from whatever it is kept in now."""
     if held is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,10 +81,12 @@ def formats_for(
     param: Tensor,
     nonnegative: Collection[str],
     whole_blocks: bool,
+    unquantized: Collection[str] = (),
 ) -> Formats:
     """Return how a parameter and its states are kept.
 
-    ``nonnegative`` names states without a sign. With ``whole_blocks``, 8 bits are for tensors of whole blocks only.
+    ``nonnegative`` names states without a sign, ``unquantized`` those that are never kept in 8 bits. With
+    ``whole_blocks``, 8 bits are for tensors of whole blocks only.
     """
     chosen, rounding = group.get("state_dtype"), group.get("rounding")
     storage: Storage | None = None
@@ -101,7 +104,7 @@ def formats_for(
         named = chosen if isinstance(chosen, Mapping) else _for_all(chosen, states, nonnegative)
     is_small = param.numel() < QUANTIZED_FROM or (whole_blocks and param.numel() % BLOCK != 0)
     kept = {
-        name: compute_dtype(param.dtype) if each == EIGHT_BIT and is_small else each
+        name: compute_dtype(param.dtype) if each == EIGHT_BIT and (is_small or name in unquantized) else each
         for name, each in named.items()
         if name in states
     }
@@ -153,12 +156,10 @@ def companion_dtypes(formats: Formats, states: Sequence[str], dtype: torch.dtype
 def bytes_by_list(program: UpdateProgram, dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> dict[str, int]:
     """Return the bytes of a parameter whose working view has this shape, by the name of the list."""
     names = ("gradients", "parameters", *program.kept)
-    elements = 1
-    for size in shape:
-        elements *= size
+    elements = math.prod(shape)
     rows = blocks(elements) if len(shape) == 1 else shape[0]
     return {
-        name: (rows if i in program.row_lists else elements) * dtype.itemsize
+        name: (rows if i in program.row_lists else math.prod(program.list_shape(i, shape))) * dtype.itemsize
         for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True))
     }
 

@@ -21,6 +21,7 @@ COMPANIONS = (*Compensated.companions, *MasterWeights.companions)
 """The names of the companions of parameters."""
 
 (MASTER,) = MasterWeights.companions
+(COMPENSATION,) = Compensated.companions
 
 
 def is_quantized(values: Mapping[str, Any], name: str) -> bool:
@@ -29,7 +30,7 @@ def is_quantized(values: Mapping[str, Any], name: str) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 and isinstance(values.get(name + SCALE), Tensor)
 
 
-def dequantize(codes: Tensor, scales: Tensor, signed: bool, rows: bool) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, signed: bool, rows: int) -> Tensor:
     """Return a state in float32, with the strides of its codes."""
     flat = layout.working_view(codes, rows)
     numbers = decode(flat, signed) * spread(scales.to(codes.device), flat)
@@ -38,7 +39,7 @@ def dequantize(codes: Tensor, scales: Tensor, signed: bool, rows: bool) -> Tenso
     return made
 
 
-def quantize(param: Tensor, values: Tensor, signed: bool, rows: bool) -> tuple[Tensor, Tensor]:
+def quantize(param: Tensor, values: Tensor, signed: bool, rows: int) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of a state, rounded to nearest. The codes have the parameter's working strides."""
     flat = layout.working_view(layout.copy_like(param, values, rows, torch.float32), rows)
     scales = scales_of(flat, signed)
@@ -54,7 +55,7 @@ def has_quantized(values: Mapping[str, Any]) -> bool:
 
 
 def in_full_precision(
-    values: Mapping[str, Any], nonnegative: Collection[str], rows: bool, param: Tensor, keep_companions: bool
+    values: Mapping[str, Any], nonnegative: Collection[str], rows: int, param: Tensor, keep_companions: bool
 ) -> dict[str, Any]:
     """Return the states of a parameter as float tensors, without scales, and without other companions unless asked."""
     found: dict[str, Any] = {}

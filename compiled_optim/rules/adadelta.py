@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.engine.hyperparameters import check_usual
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
-from compiled_optim.options import TorchOptions
+from compiled_optim.options import TorchDecayOptions
 from compiled_optim.tensors import Number, Tensors
 
 
@@ -53,7 +53,7 @@ class Adadelta(Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        **options: Unpack[TorchOptions],
+        **options: Unpack[TorchDecayOptions],
     ) -> None:
         defaults = dict(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, **options)

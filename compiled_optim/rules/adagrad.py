@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.engine.hyperparameters import check_not_negative, check_usual
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
-from compiled_optim.options import TorchOptions
+from compiled_optim.options import TorchDecayOptions
 from compiled_optim.tensors import Number, Tensors
 
 
@@ -59,7 +59,7 @@ class Adagrad(Optimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        **options: Unpack[TorchOptions],
+        **options: Unpack[TorchDecayOptions],
     ) -> None:
         defaults = dict(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, {**defaults, "initial_accumulator_value": initial_accumulator_value}, **options)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
-from compiled_optim.options import TorchOptions
+from compiled_optim.options import TorchDecayOptions
 from compiled_optim.tensors import Number, Tensors
 
 
@@ -58,7 +58,7 @@ class ASGD(Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        **options: Unpack[TorchOptions],
+        **options: Unpack[TorchDecayOptions],
     ) -> None:
         defaults = dict(lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, **options)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.engine.hyperparameters import check_not_negative, check_usual
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
-from compiled_optim.options import EngineOptions, TorchOptions
+from compiled_optim.options import EngineOptions, TorchDecayOptions
 from compiled_optim.tensors import Number, Tensors
 
 
@@ -59,7 +59,7 @@ class RMSprop(Optimizer):
         centered: bool = False,
         *,
         maximize: bool = False,
-        **options: Unpack[TorchOptions],
+        **options: Unpack[TorchDecayOptions],
     ) -> None:
         defaults = dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered)
         super().__init__(params, {**defaults, "maximize": maximize}, **options)

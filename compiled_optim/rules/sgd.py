@@ -13,7 +13,7 @@ from compiled_optim.engine.hyperparameters import check_lr, check_not_negative
 from compiled_optim.engine.rule import Group
 from compiled_optim.errors import NesterovError
 from compiled_optim.optimizer import Optimizer
-from compiled_optim.options import TorchOptions
+from compiled_optim.options import TorchDecayOptions
 from compiled_optim.tensors import Number, Tensors
 
 
@@ -60,7 +60,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        **options: Unpack[TorchOptions],
+        **options: Unpack[TorchDecayOptions],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, {**defaults, "maximize": maximize}, **options)

@@ -178,11 +178,12 @@ def watched(folder: Path) -> dict[str, Any]:
     return {"quiet": quiet, "moved": moved, "kept": kept, "same plan": all(same_plan)}
 
 
-BY_TENSOR = tuple(name for name, entry in CATALOG.items() if entry.sums == "tensor")
-SUMS = tuple(name for name, entry in CATALOG.items() if entry.sums)
+SHARDED = tuple(name for name, entry in CATALOG.items() if entry.shards)
+BY_TENSOR = tuple(name for name in SHARDED if CATALOG[name].sums == "tensor")
+SUMS = tuple(name for name in SHARDED if CATALOG[name].sums)
 TWO = {
-    **{f"fsdp {name}": partial(fsdp, name) for name in CATALOG},
-    **{f"formula {name}": partial(shards_against_the_formula, name) for name in CATALOG},
+    **{f"fsdp {name}": partial(fsdp, name) for name in SHARDED},
+    **{f"formula {name}": partial(shards_against_the_formula, name) for name in SHARDED},
     **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", *BY_TENSOR)},
     **{f"in backward {name}": partial(in_backward, name) for name in ("AdamW", "Lamb")},
     **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched)},

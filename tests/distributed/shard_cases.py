@@ -97,6 +97,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
     attempts = {
         "rows cut": lambda: co.AdamP([("weight", param(Shard(1)))]),
+        "matrices cut": lambda: co.Adafactor([("weight", param(Shard(0)))]),
         "partial": lambda: co.AdamW([("weight", param(Partial()))]),
         "no all_reduce": lambda: Whitened([("weight", param(Shard(0)))]),
         "no all_reduce, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),

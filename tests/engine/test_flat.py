@@ -46,14 +46,15 @@ def step(model, optimizer, seed=0):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_same_as_the_reference(name, options):
     entry = CATALOG[name]
-    params = parameters(SHAPES, torch.float64)
+    params = parameters([shape for shape in SHAPES if entry.steps_empty or 0 not in shape], torch.float64)
     twins = copies(params)
     # "raise": moving parameters into the buffers is not reported
     ours = train(lambda p: getattr(co, name)(p, **options, **FLAT, on_realloc="raise"), params)
     train(lambda p: entry.reference(p, **options), twins)
-    assert is_flat(ours)
     assert_close(params, twins, entry.tolerance[0])
-    assert len(storages(p for p in params if p.ndim == 1 and p.numel())) == 1, "they lie in one buffer"
+    assert is_flat(ours) is not ours.sums_over_all, "sums over all parameters are computed for lists of tensors"
+    if is_flat(ours):
+        assert len(storages(p for p in params if p.ndim == 1 and p.numel())) == 1, "they lie in one buffer"
 
 
 @pytest.mark.parametrize("name", CATALOG)

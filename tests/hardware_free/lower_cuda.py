@@ -147,6 +147,8 @@ def drivers(
     optimizer = steps.optimizer(name, dtype=dtype, **options)
     for batch in steps.batches(optimizer, HostCuda() if unscales else CpuBackend(), "cuda:0", sharded, unscales):
         for signature, _ in batch.calls:
+            if signature.rank > 2:  # whole matrices are stepped one by one, by Inductor's own kernels
+                continue
             module = triton_compiler.load_module(triton_compiler.write_module(signature))
             number = POINTERS[signature.program.dtype]
             for own in ("measure", "update"):
@@ -221,6 +223,8 @@ def main() -> None:
         backend = HostCuda()
         cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in steps.OPTIMIZERS}
         for case, (name, options) in {**cases, **COUNTED}.items():
+            if getattr(co, name).matrices:
+                continue
             found = [launches_of_a_step(name, number, launches, backend=backend, **options) for number in NUMBERS]
             report["launches"][case] = found
         for case, (name, options) in {**cases, **steps.CLIPPED, **steps.SHARDED}.items():

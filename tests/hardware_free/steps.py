@@ -14,7 +14,7 @@ from compiled_optim.engine.plan import clips_any
 from tests.helpers import params_of
 
 OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
-SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor"}
+SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor" and entry.shards}
 """Optimizers that take sums over tensors. With sharded tensors, each runs in two phases: measure, then update."""
 
 STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

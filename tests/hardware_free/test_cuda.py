@@ -42,13 +42,18 @@ SGD                  1 launches, 1 copies
 Adam                 1 launches, 1 copies
 AdamW                1 launches, 1 copies
 AdamP                4 launches, 2 copies
+SGDP                 4 launches, 2 copies
 Lamb                 3 launches, 1 copies
+Lars                 3 launches, 1 copies
 BertAdam            17 launches, 4 copies
 Adadelta             1 launches, 1 copies
 RMSprop              1 launches, 1 copies
 RMSpropTF            1 launches, 1 copies
 Lion                 1 launches, 1 copies
 Adan                 1 launches, 1 copies
+ScheduleFreeAdamW    1 launches, 1 copies
+ScheduleFreeSGD      1 launches, 1 copies
+Prodigy              6 launches, 5 copies
 Adamax               1 launches, 1 copies
 Adagrad              1 launches, 1 copies
 RAdam                1 launches, 1 copies
@@ -94,8 +99,13 @@ AdamW[float32, table] update                    62  61,  0, 16, 16
 AdamP[float32, rows, table] measure            108 109,  0, 16, 16
 AdamP[float32, rows, table] update              59  59,  0, 16, 16
 AdamP[float32, table] update                    62  61,  0, 16, 16
+SGDP[float32, rows, table] measure              64  47,  0, 16,  4
+SGDP[float32, rows, table] update               64  64,  0, 16, 16
+SGDP[float32, table] update                     32  30,  0, 16, 16
 Lamb[float32, table] measure                    48  48,  0, 16, 16
 Lamb[float32, table] update                     39  40,  0, 16, 16
+Lars[float32, table] measure                    32  32,  0, 16,  4
+Lars[float32, table] update                     43  43,  0, 16, 16
 squared_norm[float32, table] measure            32  32,  0, 16,  4
 BertAdam[float32, scaled, table] update         64  64,  0, 16, 16
 Adadelta[float32, table] update                 64  64,  0, 16, 16
@@ -103,8 +113,14 @@ RMSprop[float32, table] update                  76  74,  0, 16, 16
 RMSpropTF[float32, table] update                71  71,  0, 16, 16
 Lion[float32, table] update                     32  32,  0, 16, 16
 Adan[float32, table] update                     86  87,  0, 16, 16
+ScheduleFreeAdamW[float32, table] update        69  74,  0, 16, 16
+ScheduleFreeSGD[float32, table] update          35  32,  0, 16, 16
+Prodigy[float32, measure, table] measure        32  32,  0, 16,  4
+Prodigy[float32, finish, table] update          95  95,  0, 16, 16
 Adamax[float32, table] update                   58  57,  0, 16, 16
 Adagrad[float32, table] update                  40  40,  0, 16, 16
+Adafactor[float32, table] measure               46  47,  0, 16, 16
+Adafactor[float32, table] update                44  40,  0, 16, 16
 RAdam[float32, table] update                    64  64,  0, 16, 16
 Rprop[float32, table] update                    55  48,  0, 16, 16
 NAdam[float32, table] update                    64  64,  0, 16, 16
@@ -112,8 +128,12 @@ ASGD[float32, table] update                     31  30,  0, 16, 16
 AdamW[float32, scaled, table] update            64  64,  0, 16, 16
 AdamP[float32, rows, measure, table] measure    78  80,  0, 16,  4
 AdamP[float32, rows, finish, table] update      55  55,  0, 16, 16
+SGDP[float32, rows, measure, table] measure     63  48,  0, 16,  4
+SGDP[float32, rows, finish, table] update       64  64, 16, 16, 16
 Lamb[float32, measure, table] measure           40  40,  0, 16,  4
 Lamb[float32, finish, table] update             74  74,  0, 16, 16
+Lars[float32, measure, table] measure           32  32,  0, 16,  4
+Lars[float32, finish, table] update             52  51,  0, 16, 16
 AdamW[bfloat16, table] update                   76  77,  0, 16, 16
 Lamb[bfloat16, table] measure                   52  52,  0, 16,  4
 Lamb[bfloat16, table] update                    79  80,  0, 16, 16

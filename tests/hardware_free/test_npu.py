@@ -38,8 +38,12 @@ AdamW float32              76
 AdamW bfloat16            111
 AdamP float32             325
 AdamP bfloat16            360
+SGDP float32              290
+SGDP bfloat16             315
 Lamb float32              183
 Lamb bfloat16             218
+Lars float32              159
+Lars bfloat16             184
 BertAdam float32          109
 BertAdam bfloat16         149
 Adadelta float32           80
@@ -52,10 +56,18 @@ Lion float32               59
 Lion bfloat16              84
 Adan float32              124
 Adan bfloat16             179
+ScheduleFreeAdamW float32  82
+ScheduleFreeAdamW bfloat16 117
+ScheduleFreeSGD float32    48
+ScheduleFreeSGD bfloat16   73
+Prodigy float32           245
+Prodigy bfloat16          325
 Adamax float32             62
 Adamax bfloat16            97
 Adagrad float32            46
 Adagrad bfloat16           71
+Adafactor float32         237
+Adafactor bfloat16        268
 RAdam float32              83
 RAdam bfloat16            118
 Rprop float32             108
@@ -68,8 +80,12 @@ AdamW clipped float32     112
 AdamW clipped bfloat16    152
 AdamP sharded float32     388
 AdamP sharded bfloat16    435
+SGDP sharded float32      331
+SGDP sharded bfloat16     365
 Lamb sharded float32      252
-Lamb sharded bfloat16     307""",
+Lamb sharded bfloat16     307
+Lars sharded float32      173
+Lars sharded bfloat16     208""",
     )
     adamw = counts["AdamW float32"]
     assert_expected_inline(

@@ -26,6 +26,9 @@ from compiled_optim.program import Phase
 WHEEL = Path(os.environ.get("TORCH_NPU_WHEEL", Path(sys.prefix) / "torch_npu"))
 """Where the Makefile unpacks the wheel. It is not on the path: without CANN, torch_npu makes ``import torch`` fail."""
 
+NEVER_CHANGED = ("p0",)
+"""The states that a rule only reads. They are written only if they are rounded."""
+
 
 @dataclass
 class Recording:
@@ -61,7 +64,9 @@ class Recording:
             written = range(1, len(signature.dtypes))  # all lists but the gradients
             measures = getattr(signature.program, "phase", None) is Phase.MEASURE  # a measuring phase writes to no list
             mutated = {place for place, (i, _) in enumerate(made.inputs) if i in written and not measures}
-            self.copied_back += len(mutated ^ set(self.graphs[-1]._graph_output_ref_input.values()))
+            kept = [2 + i for i, state in enumerate(getattr(signature.program, "states", ())) if state in NEVER_CHANGED]
+            either = {place for place, (i, _) in enumerate(made.inputs) if i in kept}
+            self.copied_back += len((mutated ^ set(self.graphs[-1]._graph_output_ref_input.values())) - either)
             return made
 
         backend.graph = graph

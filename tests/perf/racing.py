@@ -9,7 +9,7 @@ from perf.race import Length, Race
 
 CPU = torch.device("cpu")
 QUICK = ["--workload", "tiny_mlp", "--rounds", "3", "--no-thread-scaling", "--no-compile-cost", "--no-memory"]
-EAGER = ["ours eager", "torch foreach", "torch loop", "usual foreach", "adamp"]
+EAGER = ["ours eager", "torch foreach", "torch loop", "usual foreach", "adamp", "schedulefree"]
 
 
 def race(memory, optimizer, contenders, workload="small", dtype="float32", rounds=3):

@@ -41,6 +41,7 @@ def test_agrees_with_the_reference(name, options, dtype, compiled, device):
     entry = CATALOG[name]
     tolerance = dict(zip((torch.float64, torch.float32), entry.tolerance, strict=True))[dtype]
     shapes = SMALL + LARGE if dtype == torch.float32 else SMALL
+    shapes = [shape for shape in shapes if entry.steps_empty or 0 not in shape]
     ours, theirs = parameters(shapes, dtype, device=device), parameters(shapes, dtype, device=device)
     loop = {"foreach": False} if entry.in_torch else {}
     optimizer = train(lambda p: getattr(co, name)(p, **options, compile=compiled), ours, schedule=slow_decay, seed=SEED)

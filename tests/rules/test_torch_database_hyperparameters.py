@@ -28,6 +28,7 @@ OWN = {
     "RMSprop": {"alpha": 0.9, "eps": 1e-3},
     "Adamax": {"betas": (0.8, 0.9), "eps": 1e-3},
     "Adagrad": {"lr_decay": 0.1, "eps": 1e-3},
+    "Adafactor": {"beta2_decay": -0.5, "eps": (1e-3, 1e-2), "d": 2.0},
     "RAdam": {"betas": (0.8, 0.9), "decoupled_weight_decay": True},
     "Rprop": {"etas": (0.3, 1.7), "step_sizes": (1e-3, 0.1)},
     "NAdam": {"betas": (0.8, 0.9), "momentum_decay": 0.1, "decoupled_weight_decay": True},

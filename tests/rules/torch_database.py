@@ -15,6 +15,9 @@ What does not apply to us, and why:
   - "`fused` does not support `differentiable`": ``differentiable=True`` alone is a NotImplementedError here.
 
 * ``differentiable`` configurations, and torch's tests of second-order steps: see above.
+* torch.optim.LBFGS, which needs the loss several times a step, SparseAdam, for sparse gradients, and Muon, which is not
+  elementwise: there are no classes of these names here.
+* Complex parameters for Adafactor: torch refuses them in a step, and so do we.
 * Sparse gradients (``supports_sparse``, ``metadata_for_sparse``, which torch.optim.SGD and Adagrad have): refused, for
   all classes.
 * States before the first step, which torch.optim.Adagrad creates in its constructor: we create them in the first step.
@@ -111,8 +114,11 @@ def both(info, compile):
     return partial(ours, info, compile=compile), partial(theirs, info)
 
 
-def parameters(dtype=torch.float32, shapes=((10, 5), (10,), (), (0,))):
-    """Return new parameters, with the same values on every call."""
+def parameters(dtype=torch.float32, shapes=((10, 5), (10,), (), (4, 3, 2))):
+    """Return new parameters, with the same values on every call.
+
+    None is empty, because torch.optim.Adafactor cannot step such a parameter; see test_parity.py.
+    """
     generator = torch.Generator().manual_seed(0)
     return [Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in shapes]
 
