@@ -24,6 +24,7 @@ from compiled_optim.rules.asgd import ASGD
 from compiled_optim.rules.bertadam import BertAdam
 from compiled_optim.rules.lamb import Lamb
 from compiled_optim.rules.lion import Lion
+from compiled_optim.rules.muon import Muon
 from compiled_optim.rules.nadam import NAdam
 from compiled_optim.rules.radam import RAdam
 from compiled_optim.rules.rmsprop import RMSprop, RMSpropTF
@@ -48,6 +49,7 @@ __all__ = [
     "Explanation",
     "Lamb",
     "Lion",
+    "Muon",
     "NAdam",
     "Optimizer",
     "RAdam",

@@ -15,17 +15,15 @@ from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.numbers import Numbers, StepCounters, place_number
 from compiled_optim.engine.rows import Progress, RowReader, Rows
-from compiled_optim.engine.rule import Rule
 from compiled_optim.tensors import picker
 
 
 class BoundBucket(ABC):
     """A bucket bound to its parameters, states and compiled calls. A subclass knows where they lie in memory."""
 
-    def __init__(self, bucket: Bucket, rule: Rule, readers: Sequence[RowReader], state: states.State) -> None:
+    def __init__(self, bucket: Bucket, readers: Sequence[RowReader], state: states.State) -> None:
         self.bucket = bucket
-        self._rule = rule
-        program, entries = bucket.program, bucket.entries
+        program, entries, rule = bucket.program, bucket.entries, bucket.rule
         self._pick = picker([entry.index for entry in entries])
         self.copied: list[Entry] = []
         """The parameters that are updated in copies."""
@@ -105,16 +103,11 @@ class TensorBucket(BoundBucket):
     """A bucket whose parameters stay where they are."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        rule: Rule,
-        readers: Sequence[RowReader],
-        state: states.State,
-        grads: Sequence[Tensor | None],
+        self, bucket: Bucket, readers: Sequence[RowReader], state: states.State, grads: Sequence[Tensor | None]
     ) -> None:
         # a parameter that is not dense is updated in a dense copy
         self._copies: list[tuple[Tensor, Tensor]] = []
-        super().__init__(bucket, rule, readers, state)
+        super().__init__(bucket, readers, state)
         self._grad_views = self._views_of(self._pick(grads))
 
     def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -139,9 +132,7 @@ class TensorBucket(BoundBucket):
             copy.copy_(param)
         if self._measure is not None:
             self._measure(grads)
-            assert self.bucket.shards is not None
-            assert self._totals is not None
-            self.bucket.shards.all_reduce_(self._totals)
+            self._finish_measuring(grads)
         present = [grad is not None for grad in grads] if some_absent else None
         before, runs = self.scalar_rows.progress(), self._update.runs[:]
         after = self.scalar_rows.after(present)
@@ -156,6 +147,12 @@ class TensorBucket(BoundBucket):
                 self._created = [i for i in self._created if not updated[i]]
             raise
 
+    def _finish_measuring(self, grads: Sequence[Tensor | None]) -> None:
+        """Complete the results of the batch before the update."""
+        assert self.bucket.shards is not None
+        assert self._totals is not None
+        self.bucket.shards.all_reduce_(self._totals)
+
     def _finish(self, progress: Progress, in_step: bool) -> None:
         """Write to parameters that are not dense, and count the step. The call can be repeated."""
         for copy, param in self._copies:
@@ -166,7 +163,7 @@ class TensorBucket(BoundBucket):
         self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         bucket = self.bucket
-        options = bucket.rows, bucket.program, bucket.kept_dtypes, self._rule.nonnegative
+        options = bucket.rows, bucket.program, bucket.kept_dtypes, bucket.rule.nonnegative
         kept = [
             states.materialize_states(own, entry.param, entry.local, first, *options)
             for own, entry, first in zip(values, bucket.entries, initial, strict=True)

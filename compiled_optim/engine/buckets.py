@@ -14,7 +14,8 @@ from compiled_optim.engine import flat_layout, layout, states
 from compiled_optim.engine.flat_layout import FlatLayout
 from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
-from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
+from compiled_optim.engine.rule import Constants, Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
 from compiled_optim.engine.storage_options import KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
@@ -22,6 +23,9 @@ from compiled_optim.flat_programs import takes_matrix, works_flat
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
 from compiled_optim.storage import compute_dtype
 from compiled_optim.tensors import sum_dtype
+
+MATRIX_ELEMENTS = 1 << 26
+"""The largest number of elements in a bucket of a rule that maps matrices: it keeps a copy of them."""
 
 Names = Callable[[], Sequence[str]]
 """Returns the names of all parameters, for messages."""
@@ -33,6 +37,7 @@ class Entry:
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
     its gradient is used, ``steps`` the number of steps it has made, and ``numbers`` those that the rule keeps.
+    ``constants`` are those of its shape, and ``cut`` its matrices, if the rule maps matrices.
     """
 
     index: int
@@ -43,6 +48,8 @@ class Entry:
     rows: bool
     steps: int
     numbers: tuple[float, ...]
+    constants: Constants = ()
+    cut: MatrixCut | None = None
 
 
 @dataclass
@@ -57,6 +64,7 @@ class Bucket:
     one that ``is_outside`` do not, although its backend gets flat buffers.
     """
 
+    rule: Rule
     groups: Sequence[Group]
     backend: Backend
     program: UpdateProgram
@@ -66,6 +74,7 @@ class Bucket:
     shards: ShardSpec | None = None
     is_flat: bool = False
     is_outside: bool = False
+    matrix_map: MatrixMap | None = None
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -119,12 +128,16 @@ class Bucket:
 
     @cached_property
     def measure(self) -> Batch | None:
-        """The batch that computes the sums of a rule over sharded tensors, or None."""
+        """The batch before the update: it computes sums of a rule over sharded tensors, or matrices. None if neither."""
+        if self.matrix_map is not None:
+            return self._update_batch(Phase.PREPARE)
         return self._update_batch(Phase.MEASURE) if self.sums else None
 
     @cached_property
     def update(self) -> Batch:
         """The batch that updates parameters and states."""
+        if self.matrix_map is not None:
+            return self._update_batch(Phase.APPLY)
         if not self.sums:
             return self._update_batch(Phase.WHOLE)
         totals = ArgumentSpec("totals", self.sum_dtype, (self.sums, len(self.entries)))
@@ -146,7 +159,8 @@ class Bucket:
         scales = [ArgumentSpec(name, program.dtype, ()) for name, is_used in factors.items() if is_used]
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
         arguments = (scalars, *scales, *totals, *self._row_arguments())
-        return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, arguments, self.is_flat)
+        dtypes = self.dtypes if self.matrix_map is None else (*self.dtypes, self.matrix_map.dtype)
+        return Batch(self.backend, program, str(self.device), dtypes, self.shapes, arguments, self.is_flat)
 
     def _row_arguments(self) -> list[ArgumentSpec]:
         """Return the arguments that describe the rows of a flat buffer."""
@@ -185,15 +199,18 @@ def make_buckets(
     """
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
-    programs = [rule.program(group, unscales) for group in groups]
+    rules = [rule.for_group(group) for group in groups]
+    programs = [own.program(group, unscales) for own, group in zip(rules, groups, strict=True)]
+    maps = [own.matrix_map(group) for own, group in zip(rules, groups, strict=True)]
     places = {program: place for place, program in enumerate(programs)}  # a number is compared faster
     kinds = [places[program] for program in programs]
     stored = [any(key in group for key in KEYS) for group in groups]
-    keeps_state = rule.counts_steps or any(program.states for program in programs)
+    keeps_state = any(own.counts_steps for own in rules) or any(program.states for program in programs)
     backends: dict[torch.device, Backend] = {}
     flat: dict[torch.device, bool] = {}
     entries, dtypes, formats, seen = [], [], [], set()
     for index, (number, param) in enumerate(numbered):
+        rule = rules[number]
         grad, values = grads[index], state.get(param)
         # torch warns about a parameter listed twice; it is stepped once
         if id(param) in seen or (grad is None and not values and (keeps_state or id(param) not in stepped)):
@@ -224,30 +241,41 @@ def make_buckets(
         formats.append(own_formats)
         dtypes.append(tuple(map(layout.real_dtype, own)) if dtype.is_complex else own)
         rows = rule.rowwise and param.ndim > 1
-        entries.append(Entry(index, number, param, local, grad_dtype, rows, steps, own_numbers))
+        entry = Entry(index, number, param, local, grad_dtype, rows, steps, own_numbers)
+        if maps[number] is not None:
+            entry.constants = rule.constants(groups[number], param.shape)
+            entry.cut = _matrix_cut(rule, groups[number], param, partial(_name, names, index))
+        entries.append(entry)
 
     buckets: dict[tuple[object, ...], Bucket] = {}
     last: tuple[object, ...] | None = None
     waves = overlap_waves([entry.local for entry in entries])
+    mapped: dict[tuple[object, ...], int] = {}  # elements of matrices, by the key without the number of the bucket
     for i, (entry, own) in enumerate(zip(entries, dtypes, strict=True)):
         device, number, wave = entry.local.device, entry.group, waves.get(i, 0)
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
-        row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers)
+        row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers, entry.constants)
         is_flat = (
             flat[device]
             and shards is None
+            and entry.cut is None
             and i not in waves
             and flat_layout.fits(entry.param, entry.rows)
             and works_flat(programs[number], 1 + entry.rows)
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
-        key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i])
+        key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i], maps[number])
+        if entry.cut is not None:  # the size of the whole parameter: all ranks have to make the same buckets
+            before = mapped.get(key, 0)
+            mapped[key] = before + entry.param.numel()
+            key = (*key, before // MATRIX_ELEMENTS)
         if key != last:  # comparing is faster than hashing
             last = key
             if key not in buckets:
-                program = with_storages(programs[number], own[1:], formats[i], rule.nonnegative)
-                bucket = Bucket(groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
+                program = with_storages(programs[number], own[1:], formats[i], rules[number].nonnegative)
+                bucket = Bucket(rules[number], groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
                 bucket.is_outside = flat[device] and not is_flat
+                bucket.matrix_map = maps[number]
                 buckets[key] = bucket
             bucket = buckets[key]
         bucket.entries.append(entry)
@@ -259,6 +287,14 @@ def _name(names: Names, index: int) -> str:
     return names()[index]
 
 
+def _matrix_cut(rule: Rule, group: Group, param: Tensor, name: Callable[[], str]) -> MatrixCut:
+    """Return how a parameter is cut into matrices; raise ValueError with its name if it cannot be."""
+    try:
+        return rule.matrix_cut(group, param.shape)
+    except ValueError as error:
+        raise ValueError(f"{error}; it is {name()}") from None
+
+
 def check_can_step(rule: Rule, names: Names, index: int, param: Tensor, grad: Tensor) -> None:
     """Raise if this parameter cannot be stepped with this gradient."""
     if (
@@ -267,10 +303,13 @@ def check_can_step(rule: Rule, names: Names, index: int, param: Tensor, grad: Te
         and grad.device == param.device
         and (grad.dtype == param.dtype or grad.is_complex() <= param.is_complex())
         and layout.is_steppable(param)
+        and (rule.supports_complex or not param.is_complex())
         and (type(grad) in PLAIN_TYPES or not is_wrapper(grad))
     ):
         return
     name, optimizer = names()[index], type(rule).__name__
+    if param.is_complex() and not rule.supports_complex:
+        raise RuntimeError(f"{optimizer} does not support complex parameters, but {name} is {param.dtype}")
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"{optimizer} does not support sparse gradients, please consider {rule.sparse_alternative} instead: "

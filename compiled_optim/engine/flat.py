@@ -21,7 +21,6 @@ from compiled_optim.engine.bound import BoundBucket
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_layout import MARK, mark_of
 from compiled_optim.engine.rows import Progress, RowReader
-from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.stored_states import MASTER
 from compiled_optim.program import EMA
 
@@ -123,11 +122,11 @@ class FlatBucket(BoundBucket):
     """A bucket whose tensors lie in flat buffers."""
 
     def __init__(
-        self, bucket: Bucket, rule: Rule, readers: Sequence[RowReader], state: states.State, memory: FlatMemory
+        self, bucket: Bucket, readers: Sequence[RowReader], state: states.State, memory: FlatMemory
     ) -> None:
         self._memory = memory
         self.buffers = memory.buffers_for(bucket)
-        super().__init__(bucket, rule, readers, state)
+        super().__init__(bucket, readers, state)
 
     def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Copy the gradients of this bucket into their buffer; return its parts."""

@@ -12,12 +12,12 @@ import torch
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
-from compiled_optim.engine.rule import Group, Rule, by_name, declaration
+from compiled_optim.engine.rule import Constants, Group, Rule, by_name, declaration
 from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.program import EMA_DECAY
 
 GROUP_SHIFT = 48
-"""A key of a row is the number of the group, shifted by this many bits, plus the step count.
+"""A key of a row is the number of a group with constants, shifted by this many bits, plus the step count.
 
 If the rule keeps numbers, the key is a tuple of this and the numbers.
 """
@@ -43,17 +43,24 @@ class Progress(NamedTuple):
 
 
 class RowReader:
-    """Reads the row of one group in every step, faster than :meth:`Rule.row`, which it agrees with."""
+    """Reads the row of one group in every step, faster than :meth:`Rule.row`, which it agrees with.
 
-    def __init__(self, rule: Rule, group: Group) -> None:
+    ``constants`` are those of parameters of one shape, see :meth:`Rule.constants`.
+    """
+
+    def __init__(self, rule: Rule, group: Group, constants: Constants = ()) -> None:
         scalars, variant = rule.row(group, 1)
         _, optional, _ = declaration(type(rule).update)
-        self._rule, self._group, self._variant = rule, group, variant
+        self._rule, self._group, self._variant, self._constants = rule, group, variant, constants
         self._values = _getter(tuple(scalars))
         self._flags = _getter(tuple(name for name, _ in variant.flags))
         self._flag_values = tuple(value for _, value in variant.flags)
         self._optional = [(name, name in variant.states) for name in optional]
         self._numbers = _getter(tuple(rule.numbers))
+
+    def with_constants(self, constants: Constants) -> RowReader:
+        """Return a reader for parameters of the same group with other constants."""
+        return RowReader(self._rule, self._group, constants) if constants != self._constants else self
 
     def read(self, step: int, numbers: tuple[float, ...]) -> Reading | None:
         """Return the values for this step; None if the hyperparameters now select another program.
@@ -61,6 +68,8 @@ class RowReader:
         ``numbers`` are those of the parameters before the step.
         """
         rule, group, variant = self._rule, self._group, self._variant
+        if self._constants:
+            group = {**group, **dict(self._constants)}
         if numbers:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
         derived = rule.derived(group, step)
@@ -109,11 +118,14 @@ class Rows:
         self.bucket = bucket
         self.counters = counters
         self._numbers = numbers
-        self._readers = readers
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys((e.group, e.constants) for e in bucket.entries))}
+        self._group_of = [number for number, _ in kinds]
+        self._readers = [readers[number].with_constants(constants) for number, constants in kinds]
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
         self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
         self.grad_scale = torch.ones(tensors, dtype=dtype, device=bucket.device)
-        self._group_keys = [entry.group << GROUP_SHIFT for entry in bucket.entries]
+        self._kind_keys = [kinds[entry.group, entry.constants] << GROUP_SHIFT for entry in bucket.entries]
+        self._kinds: list[int] = []
         self.groups: list[int] = []
         self._steps: list[int] = []
         self._before: list[tuple[float, ...]] = []
@@ -125,8 +137,8 @@ class Rows:
         if not self.counters.are_unchanged() or not all(map(Numbers.are_unchanged, self._numbers)):
             return False
         values, after = [], []
-        for number, steps, before in zip(self.groups, self._steps, self._before, strict=True):
-            row = self._readers[number].read(steps + 1, before)
+        for kind, steps, before in zip(self._kinds, self._steps, self._before, strict=True):
+            row = self._readers[kind].read(steps + 1, before)
             if row is None:
                 return False
             values.append(row[0])
@@ -169,14 +181,15 @@ class Rows:
 
     def _assign(self) -> None:
         """Give each parameter the row of its group, step count and numbers."""
-        keys: list[Any] = list(map(add, self._group_keys, self.counters.counts))
+        keys: list[Any] = list(map(add, self._kind_keys, self.counters.counts))
         if self._numbers:
             keys = list(zip(keys, *(numbers.values for numbers in self._numbers), strict=True))
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         self.scalars.row_of[:] = array("q", map(rows.__getitem__, keys))
         counts: list[int] = [key[0] for key in rows] if self._numbers else list(rows)
         self._before = [key[1:] for key in rows] if self._numbers else [()] * len(rows)
-        groups = [count >> GROUP_SHIFT for count in counts]
+        self._kinds = [count >> GROUP_SHIFT for count in counts]
+        groups = [self._group_of[kind] for kind in self._kinds]
         self._steps = [count & ((1 << GROUP_SHIFT) - 1) for count in counts]
         if groups != self.groups:
             self.groups = groups

@@ -1,0 +1,230 @@
+"""Buckets of a rule that maps matrices: between two passes over all tensors, matrices of equal shape are mapped at once.
+
+A step has three parts. The phase PREPARE of the program writes what the rule passes to ``map_matrices`` to a workspace,
+in the dtype of the map. Matrices of equal shape, after tall ones are transposed, are mapped as one stack. The phase
+APPLY updates parameters and states with the results. So only the number of different shapes matters, not that of the
+matrices. Until APPLY nothing but the workspace is changed.
+
+A bucket has a limited number of elements (``buckets.MATRIX_ELEMENTS``), and all buckets use the same workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.engine import layout
+from compiled_optim.engine.bound import TensorBucket
+from compiled_optim.engine.buckets import Bucket, Entry
+from compiled_optim.engine.matrix_map import MatrixMap
+from compiled_optim.engine.rows import RowReader
+from compiled_optim.engine.states import State
+
+STACK_ELEMENTS = 1 << 24
+"""The largest stack, in elements, unless a single matrix is larger. The map makes a few temporaries of this size."""
+
+ALIGNMENT = 64
+"""In bytes. The matrices of one shape begin at a multiple of this."""
+
+
+class Workspace:
+    """The memory of the matrices of one bucket at a time, on each device."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._memory: dict[torch.device, Tensor] = {}
+        sizes: dict[torch.device, int] = {}
+        for bucket in buckets:
+            if bucket.matrix_map is not None:
+                needed = Places(bucket).length * bucket.matrix_map.dtype.itemsize
+                sizes[bucket.device] = max(sizes.get(bucket.device, 0), needed)
+        for device, size in sizes.items():
+            self._memory[device] = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def of(self, bucket: Bucket) -> Tensor:
+        """Return the memory for a bucket, as a 1-D tensor in the dtype of its map."""
+        assert bucket.matrix_map is not None
+        dtype = bucket.matrix_map.dtype
+        memory = self._memory[bucket.device]
+        return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+class Places:
+    """The places of the tensors of a bucket in the workspace. Tensors with matrices of equal shape are neighbours."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        assert bucket.matrix_map is not None
+        entries = bucket.entries
+        kinds = [_kind(entry) for entry in entries]
+        self.order = sorted(range(len(entries)), key=kinds.__getitem__)
+        self.offsets = [0] * len(entries)
+        self.length = 0
+        step, last = ALIGNMENT // bucket.matrix_map.dtype.itemsize, None
+        for i in self.order:
+            if kinds[i] != last:
+                last, self.length = kinds[i], -(-self.length // step) * step
+            self.offsets[i] = self.length
+            self.length += entries[i].local.numel()
+
+
+def _kind(entry: Entry) -> tuple[Any, ...]:
+    """Return what the neighbours of a tensor in the workspace have in common: its matrices, and dense rows."""
+    assert entry.cut is not None
+    return (*entry.cut.sizes(entry.param.shape)[0][1:], len(entry.cut.parts), entry.local.is_contiguous())
+
+
+@dataclass
+class Source:
+    """Matrices in the workspace: a view with any number of dimensions, and the entry that each matrix belongs to.
+
+    ``size`` is the number of matrices, of their rows and of their columns. ``scale`` is a factor of the results.
+    """
+
+    view: Tensor
+    size: tuple[int, int, int]
+    entries: list[int]
+    scale: float = 1.0
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether the matrices have to be transposed."""
+        return self.size[1] > self.size[2]
+
+    def read(self) -> Tensor:
+        """Return the matrices as a stack, tall ones transposed; a view if the memory permits it."""
+        stack = self.view.reshape(self.size)
+        return stack.mT if self.is_tall else stack
+
+    def write(self, results: Tensor) -> None:
+        """Write results to the workspace."""
+        if self.scale != 1.0:
+            results = results * self.scale
+        self.view.copy_((results.mT if self.is_tall else results).reshape(self.view.shape))
+
+    def part(self, start: int, stop: int) -> Source:
+        """Return some of the matrices. Only for a view that is a stack itself."""
+        return Source(self.view[start:stop], (stop - start, *self.size[1:]), self.entries[start:stop], self.scale)
+
+
+class Stack:
+    """Matrices of equal shape that are mapped in one call."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.entries = [entry for source in sources for entry in source.entries]
+
+    def map(self, function: MatrixMap, present: Sequence[bool] | None) -> None:
+        """Map the matrices of entries that are ``present``; None means all."""
+        chosen = None
+        if present is not None:
+            places = [place for place, entry in enumerate(self.entries) if present[entry]]
+            if not places:
+                return
+            chosen = None if len(places) == len(self.entries) else places
+        parts = [source.read() for source in self._sources]
+        stack = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if chosen is None:
+            results = function(stack)
+        else:
+            index = torch.tensor(chosen, device=stack.device)
+            results = stack.index_copy(0, index, function(stack[index]))
+        for source, own in zip(self._sources, results.split([len(part) for part in parts]), strict=True):
+            source.write(own)
+
+
+class MatrixBucket(TensorBucket):
+    """A bucket of a rule that maps matrices."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        readers: Sequence[RowReader],
+        state: State,
+        grads: Sequence[Tensor | None],
+        workspace: Workspace,
+    ) -> None:
+        self._memory = workspace.of(bucket)
+        super().__init__(bucket, readers, state, grads)
+
+    def _place(
+        self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float]]
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        kept, lists = super()._place(values, initial)
+        places, entries = Places(self.bucket), self.bucket.entries
+        regions = [
+            self._memory[offset : offset + entry.local.numel()]
+            for entry, offset in zip(entries, places.offsets, strict=True)
+        ]
+        self._stacks = _stacks([source for i in places.order for source in _sources(i, entries[i], regions[i])])
+        return kept, [*lists, regions]
+
+    def _finish_measuring(self, grads: Sequence[Tensor | None]) -> None:
+        assert self.bucket.matrix_map is not None
+        present = [grad is not None for grad in grads]
+        for stack in self._stacks:
+            stack.map(self.bucket.matrix_map, None if all(present) else present)
+
+
+def _sources(number: int, entry: Entry, region: Tensor) -> list[Source]:
+    """Return the matrices of an entry. ``region`` is its memory in the workspace, in the order of the parameter's."""
+    assert entry.cut is not None
+    if not entry.local.numel():
+        return []
+    logical = region.as_strided(
+        entry.local.shape, layout.working_strides(entry.local, False), region.storage_offset()
+    )
+    parts = zip(entry.cut.views(logical), entry.cut.sizes(entry.local.shape), entry.cut.parts, strict=True)
+    return [
+        Source(view.view(size) if view.is_contiguous() else view, size, [number] * size[0], part.scale)
+        for view, size, part in parts
+    ]
+
+
+def _stacks(sources: Sequence[Source]) -> list[Stack]:
+    """Return stacks of a limited size. Neighbours in the workspace become one source."""
+    by_shape: dict[tuple[int, ...], list[Source]] = {}
+    for source in sources:
+        by_shape.setdefault(tuple(sorted(source.size[1:])), []).append(source)
+    stacks = []
+    for (rows, columns), alike in by_shape.items():
+        limit = max(1, STACK_ELEMENTS // (rows * columns))
+        chosen: list[Source] = []
+        for source in _merged(alike):
+            for part in _limited(source, limit):
+                if sum(each.size[0] for each in chosen) + part.size[0] > limit and chosen:
+                    stacks.append(Stack(chosen))
+                    chosen = []
+                chosen.append(part)
+        stacks.append(Stack(chosen))
+    return stacks
+
+
+def _merged(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources, with those that follow each other in memory as one stack."""
+    merged: list[Source] = []
+    for source in sources:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and (last.size[1:], last.scale) == (source.size[1:], source.scale)
+            and last.view.is_contiguous()
+            and source.view.is_contiguous()
+            and last.view.storage_offset() + last.view.numel() == source.view.storage_offset()
+        ):
+            size = (last.size[0] + source.size[0], *source.size[1:])
+            view = last.view.as_strided(size, (size[1] * size[2], size[2], 1), last.view.storage_offset())
+            merged[-1] = Source(view, size, [*last.entries, *source.entries], source.scale)
+        else:
+            merged.append(source)
+    return merged
+
+
+def _limited(source: Source, limit: int) -> list[Source]:
+    """Return a source in parts of at most ``limit`` matrices, if its view is a stack."""
+    count = source.size[0]
+    if count <= limit or source.view.shape != source.size:
+        return [source]
+    return [source.part(start, min(start + limit, count)) for start in range(0, count, limit)]
