@@ -61,6 +61,7 @@ class Entry:
         sums: The scope of the sums in a step: "tensor" or "all gradients".
         without_norm: Options that turn off the norm over all gradients, so that parameters are independent.
         measured: The benchmark settings, or None if it is not measured.
+        takes: The parameters it takes: tensors of any shape, or matrices only.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Entry:
     sums: Literal["tensor", "all gradients"] | None = None
     without_norm: Options = field(default_factory=dict)
     measured: Measured | None = None
+    takes: Literal["any shape", "matrices"] = "any shape"
 
     @property
     def in_torch(self) -> bool:

@@ -133,7 +133,7 @@ class UpdateProgram:
     the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
 
     A rule that maps matrices passes tensors to its argument ``map_matrices``. It runs twice, with one more list at the
-    end. PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices in the list
+    end. PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices in it
     (``engine.matrices``). APPLY runs the rule again, and reads the results from the list. The phase WHOLE is only for
     checks of a rule: its matrices stay as they are.
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from compiled_optim.backends import ArgumentSpec, Backend, Batch
 from compiled_optim.engine import flat_layout, layout, states
 from compiled_optim.engine.flat_layout import FlatLayout
+from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
-from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.engine.rule import Constants, Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
 from compiled_optim.engine.storage_options import KEYS, USUAL, companion_dtypes, formats_for, with_storages
@@ -128,7 +128,7 @@ class Bucket:
 
     @cached_property
     def measure(self) -> Batch | None:
-        """The batch before the update: it computes sums of a rule over sharded tensors, or matrices. None if neither."""
+        """The batch before the update, which computes sums of a rule over sharded tensors, or matrices; or None."""
         if self.matrix_map is not None:
             return self._update_batch(Phase.PREPARE)
         return self._update_batch(Phase.MEASURE) if self.sums else None
@@ -264,6 +264,7 @@ def make_buckets(
             and works_flat(programs[number], 1 + entry.rows)
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
+        key: tuple[object, ...]
         key = (kinds[number], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i], maps[number])
         if entry.cut is not None:  # the size of the whole parameter: all ranks have to make the same buckets
             before = mapped.get(key, 0)
@@ -273,7 +274,9 @@ def make_buckets(
             last = key
             if key not in buckets:
                 program = with_storages(programs[number], own[1:], formats[i], rules[number].nonnegative)
-                bucket = Bucket(rules[number], groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
+                bucket = Bucket(
+                    rules[number], groups, backends[device], program, own, entry.rows, wave, shards, is_flat
+                )
                 bucket.is_outside = flat[device] and not is_flat
                 bucket.matrix_map = maps[number]
                 buckets[key] = bucket

@@ -59,8 +59,8 @@ def read(
         kept.append((own_rule, _state_names(own_rule, number, whole)))
     loaded = [_in_order_of(own, group) for own, group in zip(groups, deepcopy(saved["param_groups"]), strict=True)]
     params = all_params(groups)
-    keys = [(key, *own) for group, own in zip(loaded, kept, strict=True) for key in group["params"]]
-    owners = {key: (param, name, *own) for (key, *own), param, name in zip(keys, params, names, strict=True)}
+    keys = [(key, own) for group, own in zip(loaded, kept, strict=True) for key in group["params"]]
+    owners = {key: (param, name, *own) for (key, own), param, name in zip(keys, params, names, strict=True)}
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in saved["state"].items():
         if key in owners:

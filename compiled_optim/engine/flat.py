@@ -121,9 +121,7 @@ def _have_same_places(bucket: Bucket, other: Bucket, views: Sequence[Tensor]) ->
 class FlatBucket(BoundBucket):
     """A bucket whose tensors lie in flat buffers."""
 
-    def __init__(
-        self, bucket: Bucket, readers: Sequence[RowReader], state: states.State, memory: FlatMemory
-    ) -> None:
+    def __init__(self, bucket: Bucket, readers: Sequence[RowReader], state: states.State, memory: FlatMemory) -> None:
         self._memory = memory
         self.buffers = memory.buffers_for(bucket)
         super().__init__(bucket, readers, state)

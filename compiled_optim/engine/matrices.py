@@ -1,9 +1,12 @@
-"""Buckets of a rule that maps matrices: between two passes over all tensors, matrices of equal shape are mapped at once.
+"""Buckets of a rule that maps matrices: between two passes over all tensors, those of equal shape are mapped at once.
 
 A step has three parts. The phase PREPARE of the program writes what the rule passes to ``map_matrices`` to a workspace,
 in the dtype of the map. Matrices of equal shape, after tall ones are transposed, are mapped as one stack. The phase
 APPLY updates parameters and states with the results. So only the number of different shapes matters, not that of the
 matrices. Until APPLY nothing but the workspace is changed.
+
+If parameters are sharded over processes, PREPARE and APPLY work on the shards. In between the matrices are gathered,
+and each process maps all of them.
 
 A bucket has a limited number of elements (``buckets.MATRIX_ELEMENTS``), and all buckets use the same workspace.
 """
@@ -22,6 +25,7 @@ from compiled_optim.engine.bound import TensorBucket
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.matrix_map import MatrixMap
 from compiled_optim.engine.rows import RowReader
+from compiled_optim.engine.sharding import gathered, shard_of
 from compiled_optim.engine.states import State
 
 STACK_ELEMENTS = 1 << 24
@@ -39,7 +43,8 @@ class Workspace:
         sizes: dict[torch.device, int] = {}
         for bucket in buckets:
             if bucket.matrix_map is not None:
-                needed = Places(bucket).length * bucket.matrix_map.dtype.itemsize
+                length = Places(bucket).length + (Places(bucket, whole=True).length if bucket.shards else 0)
+                needed = length * bucket.matrix_map.dtype.itemsize
                 sizes[bucket.device] = max(sizes.get(bucket.device, 0), needed)
         for device, size in sizes.items():
             self._memory[device] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -53,12 +58,16 @@ class Workspace:
 
 
 class Places:
-    """The places of the tensors of a bucket in the workspace. Tensors with matrices of equal shape are neighbours."""
+    """The places of the tensors of a bucket in the workspace. Tensors with matrices of equal shape are neighbours.
 
-    def __init__(self, bucket: Bucket) -> None:
+    With ``whole``, they are those of whole tensors, behind the places of the shards.
+    """
+
+    def __init__(self, bucket: Bucket, whole: bool = False) -> None:
         assert bucket.matrix_map is not None
         entries = bucket.entries
-        kinds = [_kind(entry) for entry in entries]
+        kinds = [_kind(entry, whole) for entry in entries]
+        self.sizes = [(entry.param if whole else entry.local).numel() for entry in entries]
         self.order = sorted(range(len(entries)), key=kinds.__getitem__)
         self.offsets = [0] * len(entries)
         self.length = 0
@@ -67,13 +76,18 @@ class Places:
             if kinds[i] != last:
                 last, self.length = kinds[i], -(-self.length // step) * step
             self.offsets[i] = self.length
-            self.length += entries[i].local.numel()
+            self.length += self.sizes[i]
+
+    def regions(self, memory: Tensor) -> list[Tensor]:
+        """Return the part of ``memory`` that each tensor has."""
+        return [memory[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
 
 
-def _kind(entry: Entry) -> tuple[Any, ...]:
+def _kind(entry: Entry, whole: bool) -> tuple[Any, ...]:
     """Return what the neighbours of a tensor in the workspace have in common: its matrices, and dense rows."""
     assert entry.cut is not None
-    return (*entry.cut.sizes(entry.param.shape)[0][1:], len(entry.cut.parts), entry.local.is_contiguous())
+    is_dense = whole or entry.local.is_contiguous()
+    return (*entry.cut.sizes(entry.param.shape)[0][1:], len(entry.cut.parts), is_dense)
 
 
 @dataclass
@@ -131,7 +145,7 @@ class Stack:
         else:
             index = torch.tensor(chosen, device=stack.device)
             results = stack.index_copy(0, index, function(stack[index]))
-        for source, own in zip(self._sources, results.split([len(part) for part in parts]), strict=True):
+        for source, own in zip(self._sources, torch.split(results, [len(part) for part in parts]), strict=True):
             source.write(own)
 
 
@@ -154,29 +168,38 @@ class MatrixBucket(TensorBucket):
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         kept, lists = super()._place(values, initial)
         places, entries = Places(self.bucket), self.bucket.entries
-        regions = [
-            self._memory[offset : offset + entry.local.numel()]
-            for entry, offset in zip(entries, places.offsets, strict=True)
+        regions = places.regions(self._memory)
+        self._views = [
+            region.as_strided(entry.local.shape, layout.working_strides(entry.local, False), region.storage_offset())
+            for entry, region in zip(entries, regions, strict=True)
         ]
-        self._stacks = _stacks([source for i in places.order for source in _sources(i, entries[i], regions[i])])
+        self._wholes, order = self._views, places.order
+        if self.bucket.shards is not None:
+            whole = Places(self.bucket, whole=True)
+            own = whole.regions(self._memory[places.length :])
+            self._wholes = [region.view(entry.param.shape) for region, entry in zip(own, entries, strict=True)]
+            order = whole.order
+        self._stacks = _stacks([source for i in order for source in _sources(i, entries[i], self._wholes[i])])
         return kept, [*lists, regions]
 
     def _finish_measuring(self, grads: Sequence[Tensor | None]) -> None:
         assert self.bucket.matrix_map is not None
         present = [grad is not None for grad in grads]
+        chosen = [i for i, is_present in enumerate(present) if is_present] if self.bucket.shards is not None else []
+        for i in chosen:
+            self._wholes[i].copy_(gathered(self.bucket.entries[i].param, self._views[i]))
         for stack in self._stacks:
             stack.map(self.bucket.matrix_map, None if all(present) else present)
+        for i in chosen:
+            self._views[i].copy_(shard_of(self.bucket.entries[i].param, self._wholes[i]))
 
 
-def _sources(number: int, entry: Entry, region: Tensor) -> list[Source]:
-    """Return the matrices of an entry. ``region`` is its memory in the workspace, in the order of the parameter's."""
+def _sources(number: int, entry: Entry, tensor: Tensor) -> list[Source]:
+    """Return the matrices of an entry. ``tensor`` is its place in the workspace."""
     assert entry.cut is not None
-    if not entry.local.numel():
+    if not tensor.numel():
         return []
-    logical = region.as_strided(
-        entry.local.shape, layout.working_strides(entry.local, False), region.storage_offset()
-    )
-    parts = zip(entry.cut.views(logical), entry.cut.sizes(entry.local.shape), entry.cut.parts, strict=True)
+    parts = zip(entry.cut.views(tensor), entry.cut.sizes(tensor.shape), entry.cut.parts, strict=True)
     return [
         Source(view.view(size) if view.is_contiguous() else view, size, [number] * size[0], part.scale)
         for view, size, part in parts

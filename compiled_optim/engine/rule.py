@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.engine.hyperparameters import check_usual
+from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.noise import step_seed
-from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.program import ALL_REDUCE, EMA, EMA_DECAY, MAP_MATRICES, MAX_NORM, SEED, UpdateProgram
 
 Group = dict[str, Any]
@@ -162,7 +162,7 @@ class Rule:
         return type(self).__name__
 
     def plan_key(self, group: Group) -> Hashable:
-        """Return the hyperparameters that a plan assumes, in addition to its variant. Another value makes a new plan."""
+        """Return the hyperparameters that a plan assumes in addition to its variant. Other values make a new plan."""
         return None
 
     def routes(self, groups: Sequence[Group]) -> Sequence[str]:

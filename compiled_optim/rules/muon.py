@@ -35,7 +35,7 @@ class NewtonSchulz(MatrixMap):
 
     def __call__(self, stack: Tensor) -> Tensor:
         a, b, c = self.coefficients
-        norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
+        norms: Tensor = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
         x = stack / norms.clamp(min=self.eps)  # no singular value above 1
         for _ in range(self.steps):  # x = a x + (b x xᵀ + c (x xᵀ)²) x
             gram = torch.bmm(x, x.mT)
@@ -50,8 +50,8 @@ class Muon(Optimizer):
         m &= \mu m + (1 - \mu) g, \qquad u = \mu m + (1 - \mu) g \ \text{with Nesterov momentum, else}\ m \\
         p &= (1 - lr \cdot \lambda) p - lr \cdot r \cdot \operatorname{NS}(u)
 
-    NS orthogonalizes a matrix by a Newton–Schulz iteration: if :math:`u = U S V^T`, then :math:`\operatorname{NS}(u)` is
-    close to :math:`U V^T`. The factor is :math:`r = \sqrt{\max(1, rows / columns)}`, or
+    NS orthogonalizes a matrix by a Newton–Schulz iteration: if :math:`u = U S V^T`, then
+    :math:`\operatorname{NS}(u)` is close to :math:`U V^T`. The factor is :math:`r = \sqrt{\max(1, rows / columns)}`, or
     :math:`0.2 \sqrt{\max(rows, columns)}` with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al., 2025,
     `arXiv:2502.16982 <https://arxiv.org/abs/2502.16982>`_), which lets Muon use AdamW's learning rate.
 
@@ -59,13 +59,13 @@ class Muon(Optimizer):
     Do not use it for embeddings, the output layer, biases and gains: there AdamW is better. It does not pay for tiny
     models, or to fine-tune weights that AdamW has trained.
 
-    With a module, ``Muon(model)`` sends each parameter to the rule it needs, in one optimizer: matrices to Muon; vectors
-    and scalars, embeddings and the head (the last ``nn.Linear``) to AdamW. ``explain()`` lists who went where. With
-    parameters or groups, everything is stepped by Muon, and has to have two dimensions, as in torch.optim; a group with
-    ``rule="adamw"`` is stepped by AdamW.
+    With a module, ``Muon(model)`` sends each parameter to the rule it needs, in one optimizer: hidden matrices to Muon;
+    vectors and scalars, embeddings and the head (the last ``nn.Linear``) to AdamW. ``explain()`` lists who went where.
+    With parameters or groups, everything is stepped by Muon, and has to have two dimensions, as in torch.optim; a group
+    with ``rule="adamw"`` is stepped by AdamW.
 
-    Matrices of equal shape are multiplied as one batch, whatever their number. Gradients of parameters with more than
-    two dimensions need ``flatten`` or ``batch_dims``.
+    Matrices of equal shape are multiplied as one batch, whatever their number. Parameters with more than two dimensions
+    need ``flatten`` or ``batch_dims``.
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
@@ -140,10 +140,11 @@ class Muon(Optimizer):
         super().__init__(params, {**defaults, "maximize": maximize}, **options)
 
     def check(self, group: Group) -> None:
-        if group.get("rule", MUON) == ADAMW:
-            return super().check(group)
-        if group.get("rule", MUON) != MUON:
+        if group.get("rule", MUON) not in (MUON, ADAMW):
             raise ValueError(f"Invalid rule of a group: {group['rule']!r}; use {MUON!r} or {ADAMW!r}")
+        if group.get("rule") == ADAMW:
+            super().check(group)
+            return
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         for name, key in (("Learning rate", "lr"), ("momentum", "momentum"), ("weight decay", "weight_decay")):
@@ -207,7 +208,8 @@ class Muon(Optimizer):
             if dims > 2:
                 remedy += "; or take it as a matrix with flatten=True, or as a stack of matrices with batch_dims=1"
             raise ValueError(
-                f"Muon only supports 2D parameters whereas we found a parameter with size: {torch.Size(shape)}; {remedy}"
+                "Muon only supports 2D parameters whereas we found a parameter with size: "
+                f"{torch.Size(shape)}; {remedy}"
             )
         rows, columns = shape[batch_dims], math.prod(shape[batch_dims + 1 :])
         parts = [rows] if split is None else [rows // split] * split if isinstance(split, int) else list(split)
