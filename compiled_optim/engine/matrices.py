@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.backends import Backend
 from compiled_optim.engine import layout
 from compiled_optim.engine.bound import TensorBucket
 from compiled_optim.engine.buckets import Bucket, Entry
@@ -36,25 +37,21 @@ ALIGNMENT = 64
 
 
 class Workspace:
-    """The memory of the matrices of one bucket at a time, on each device."""
+    """The memory of the matrices of one bucket at a time, on each device and in each dtype."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._memory: dict[torch.device, Tensor] = {}
-        sizes: dict[torch.device, int] = {}
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
         for bucket in buckets:
             if bucket.matrix_map is not None:
-                length = Places(bucket).length + (Places(bucket, whole=True).length if bucket.shards else 0)
-                needed = length * bucket.matrix_map.dtype.itemsize
-                sizes[bucket.device] = max(sizes.get(bucket.device, 0), needed)
-        for device, size in sizes.items():
-            self._memory[device] = torch.empty(size, dtype=torch.uint8, device=device)
+                key = bucket.device, bucket.matrix_map.dtype
+                needed = Places(bucket).length + (Places(bucket, whole=True).length if bucket.shards else 0)
+                sizes[key] = max(sizes.get(key, 0), needed)
+        self._memory = {key: torch.empty(size, dtype=key[1], device=key[0]) for key, size in sizes.items()}
 
     def of(self, bucket: Bucket) -> Tensor:
-        """Return the memory for a bucket, as a 1-D tensor in the dtype of its map."""
+        """Return the memory for a bucket, a 1-D tensor in the dtype of its map."""
         assert bucket.matrix_map is not None
-        dtype = bucket.matrix_map.dtype
-        memory = self._memory[bucket.device]
-        return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return self._memory[bucket.device, bucket.matrix_map.dtype]
 
 
 class Places:
@@ -109,14 +106,15 @@ class Source:
 
     def read(self) -> Tensor:
         """Return the matrices as a stack, tall ones transposed; a view if the memory permits it."""
-        stack = self.view.reshape(self.size)
+        stack = self.view if self.view.shape == self.size else self.view.reshape(self.size)
         return stack.mT if self.is_tall else stack
 
     def write(self, results: Tensor) -> None:
         """Write results to the workspace."""
         if self.scale != 1.0:
             results = results * self.scale
-        self.view.copy_((results.mT if self.is_tall else results).reshape(self.view.shape))
+        results = results.mT if self.is_tall else results
+        self.view.copy_(results if results.shape == self.view.shape else results.reshape(self.view.shape))
 
     def part(self, start: int, stop: int) -> Source:
         """Return some of the matrices. Only for a view that is a stack itself."""
@@ -130,7 +128,7 @@ class Stack:
         self._sources = sources
         self.entries = [entry for source in sources for entry in source.entries]
 
-    def map(self, function: MatrixMap, present: Sequence[bool] | None) -> None:
+    def map(self, function: MatrixMap, backend: Backend, present: Sequence[bool] | None) -> None:
         """Map the matrices of entries that are ``present``; None means all."""
         chosen = None
         if present is not None:
@@ -139,9 +137,10 @@ class Stack:
                 return
             chosen = None if len(places) == len(self.entries) else places
         parts = [source.read() for source in self._sources]
-        stack = parts[0] if len(parts) == 1 else torch.cat(parts)
+        # also a single tall one, so that the map gets dense matrices
+        stack = parts[0] if len(parts) == 1 and not self._sources[0].is_tall else torch.cat(parts)
         if chosen is None:
-            results = function(stack)
+            results = backend.lower_map(function, stack)(stack)
         else:
             index = torch.tensor(chosen, device=stack.device)
             results = stack.index_copy(0, index, function(stack[index]))
@@ -170,7 +169,7 @@ class MatrixBucket(TensorBucket):
         places, entries = Places(self.bucket), self.bucket.entries
         regions = places.regions(self._memory)
         self._views = [
-            region.as_strided(entry.local.shape, layout.working_strides(entry.local, False), region.storage_offset())
+            region.as_strided(entry.local.shape, layout.working_strides(entry.local, False))
             for entry, region in zip(entries, regions, strict=True)
         ]
         self._wholes, order = self._views, places.order
@@ -189,7 +188,7 @@ class MatrixBucket(TensorBucket):
         for i in chosen:
             self._wholes[i].copy_(gathered(self.bucket.entries[i].param, self._views[i]))
         for stack in self._stacks:
-            stack.map(self.bucket.matrix_map, None if all(present) else present)
+            stack.map(self.bucket.matrix_map, self.bucket.backend, None if all(present) else present)
         for i in chosen:
             self._views[i].copy_(shard_of(self.bucket.entries[i].param, self._wholes[i]))
 
@@ -238,7 +237,7 @@ def _merged(sources: Sequence[Source]) -> list[Source]:
             and last.view.storage_offset() + last.view.numel() == source.view.storage_offset()
         ):
             size = (last.size[0] + source.size[0], *source.size[1:])
-            view = last.view.as_strided(size, (size[1] * size[2], size[2], 1), last.view.storage_offset())
+            view = last.view.as_strided(size, (size[1] * size[2], size[2], 1))
             merged[-1] = Source(view, size, [*last.entries, *source.entries], source.scale)
         else:
             merged.append(source)

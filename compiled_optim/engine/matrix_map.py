@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,12 +44,10 @@ class MatrixCut:
     batch_dims: int
     parts: tuple[Part, ...]
 
-    def views(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the parts of a tensor: first its batch dimensions, then rows, then those of the columns."""
-        start = 0
-        for part in self.parts:
-            yield tensor.narrow(self.batch_dims, start, part.rows)
-            start += part.rows
+    def views(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the parts of a tensor: first its batch dimensions, then rows, then those of the columns."""
+        sizes = [part.rows for part in self.parts]
+        return torch.split(tensor, sizes, self.batch_dims) if len(sizes) > 1 else [tensor]
 
     def sizes(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return for each part the number of matrices, of their rows and of their columns."""

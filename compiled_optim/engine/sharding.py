@@ -94,7 +94,7 @@ def gathered(param: Tensor, shard: Tensor) -> Tensor:
 
 
 def shard_of(param: Tensor, whole: Tensor) -> Tensor:
-    """Return the shard that this process holds of a tensor that all processes have, with the placements of ``param``."""
+    """Return the shard that this process holds of a tensor that all have, with the placements of ``param``."""
     mesh, replicated = as_dtensor(param).device_mesh, [_replicate()] * as_dtensor(param).device_mesh.ndim
     made = type(as_dtensor(param)).from_local(whole, mesh, replicated, run_check=False)
     return local_shard(made.redistribute(placements=_placements(param)))
