@@ -5,8 +5,8 @@ in the dtype of the map. Matrices of equal shape, after tall ones are transposed
 APPLY updates parameters and states with the results. So only the number of different shapes matters, not that of the
 matrices. Until APPLY nothing but the workspace is changed.
 
-If parameters are sharded over processes, PREPARE and APPLY work on the shards. In between the matrices are gathered,
-and each process maps all of them.
+If parameters are sharded over processes, PREPARE and APPLY work on the shards. In between the processes exchange
+matrices (``exchange``), so that each maps whole ones.
 
 A bucket has a limited number of elements (``buckets.MATRIX_ELEMENTS``), and all buckets use the same workspace.
 """
@@ -24,9 +24,9 @@ from compiled_optim.backends import Backend
 from compiled_optim.engine import layout
 from compiled_optim.engine.bound import TensorBucket
 from compiled_optim.engine.buckets import Bucket, Entry
+from compiled_optim.engine.exchange import exchange_for
 from compiled_optim.engine.matrix_map import MatrixMap
 from compiled_optim.engine.rows import RowReader
-from compiled_optim.engine.sharding import gathered, shard_of
 from compiled_optim.engine.states import State
 
 STACK_ELEMENTS = 1 << 24
@@ -44,7 +44,9 @@ class Workspace:
         for bucket in buckets:
             if bucket.matrix_map is not None:
                 key = bucket.device, bucket.matrix_map.dtype
-                needed = Places(bucket).length + (Places(bucket, whole=True).length if bucket.shards else 0)
+                needed = Places(bucket).length
+                if bucket.shards is not None:
+                    needed += Places(bucket, exchange_for(bucket.entries, bucket.shards).mapped).length
                 sizes[key] = max(sizes.get(key, 0), needed)
         self._memory = {key: torch.empty(size, dtype=key[1], device=key[0]) for key, size in sizes.items()}
 
@@ -57,14 +59,16 @@ class Workspace:
 class Places:
     """The places of the tensors of a bucket in the workspace. Tensors with matrices of equal shape are neighbours.
 
-    With ``whole``, they are those of whole tensors, behind the places of the shards.
+    With ``wholes``, they are those of the whole tensors with these indices, behind the places of the shards.
     """
 
-    def __init__(self, bucket: Bucket, whole: bool = False) -> None:
+    def __init__(self, bucket: Bucket, wholes: Sequence[int] | None = None) -> None:
         assert bucket.matrix_map is not None
         entries = bucket.entries
-        kinds = [_kind(entry, whole) for entry in entries]
-        self.sizes = [(entry.param if whole else entry.local).numel() for entry in entries]
+        kinds = [_kind(entry, wholes is not None) for entry in entries]
+        self.sizes = [entry.local.numel() for entry in entries]
+        if wholes is not None:
+            self.sizes = [entry.param.numel() if i in {*wholes} else 0 for i, entry in enumerate(entries)]
         self.order = sorted(range(len(entries)), key=kinds.__getitem__)
         self.offsets = [0] * len(entries)
         self.length = 0
@@ -173,10 +177,15 @@ class MatrixBucket(TensorBucket):
             for entry, region in zip(entries, regions, strict=True)
         ]
         self._wholes, order = self._views, places.order
+        self._exchange = None
         if self.bucket.shards is not None:
-            whole = Places(self.bucket, whole=True)
+            self._exchange = exchange_for(entries, self.bucket.shards)
+            whole = Places(self.bucket, self._exchange.mapped)
             own = whole.regions(self._memory[places.length :])
-            self._wholes = [region.view(entry.param.shape) for region, entry in zip(own, entries, strict=True)]
+            self._wholes = [
+                region.view(entry.param.shape if len(region) else (0,))
+                for region, entry in zip(own, entries, strict=True)
+            ]
             order = whole.order
         self._stacks = _stacks([source for i in order for source in _sources(i, entries[i], self._wholes[i])])
         return kept, [*lists, regions]
@@ -184,13 +193,12 @@ class MatrixBucket(TensorBucket):
     def _finish_measuring(self, grads: Sequence[Tensor | None]) -> None:
         assert self.bucket.matrix_map is not None
         present = [grad is not None for grad in grads]
-        chosen = [i for i, is_present in enumerate(present) if is_present] if self.bucket.shards is not None else []
-        for i in chosen:
-            self._wholes[i].copy_(gathered(self.bucket.entries[i].param, self._views[i]))
+        if self._exchange is not None:
+            self._exchange.collect(self._views, self._wholes, present)
         for stack in self._stacks:
             stack.map(self.bucket.matrix_map, self.bucket.backend, None if all(present) else present)
-        for i in chosen:
-            self._views[i].copy_(shard_of(self.bucket.entries[i].param, self._wholes[i]))
+        if self._exchange is not None:
+            self._exchange.distribute(self._views, self._wholes, present)
 
 
 def _sources(number: int, entry: Entry, tensor: Tensor) -> list[Source]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import compiled_optim as co
+from compiled_optim.rules.muon import NewtonSchulz
 from tests.helpers import gradients, parameters
 
 from .training import STEPS, farthest, model, on_ranks, sharded, train, whole
@@ -63,8 +65,25 @@ def shards(mesh_shape: tuple[int, ...], placements: list[Any], folder: Path, **o
     return farthest([param.full_tensor() for param in params], twins)
 
 
+def owners(folder: Path) -> list[int]:
+    """Return the numbers of matrices in the stacks that this rank maps."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in SHAPES if len(shape) == 2
+    ]
+    optimizer = co.Muon(params, compile=False)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    sizes = []
+    call = NewtonSchulz.__call__
+    with mock.patch.object(NewtonSchulz, "__call__", lambda self, x: (sizes.append(len(x)), call(self, x))[1]):
+        optimizer.step()
+    return sizes
+
+
 TWO = {
     "fsdp": fsdp,
+    "owners": owners,
     "clipped": partial(fsdp, max_grad_norm=0.1, compile=False),
     "rows": partial(shards, (2,), [Shard(0)]),
     "columns": partial(shards, (2,), [Shard(1)]),
@@ -72,6 +91,7 @@ TWO = {
 }
 FOUR = {
     "fsdp": partial(fsdp, compile=False),
+    "owners": owners,
     "rows": partial(shards, (4,), [Shard(0)]),
     "hybrid": partial(shards, (2, 2), [Replicate(), Shard(0)]),
     "both dimensions": partial(shards, (2, 2), [Shard(0), Shard(1)]),

@@ -32,3 +32,10 @@ def test_fsdp_equals_one_process(answers, ranks, case):
 )
 def test_shards_are_those_of_the_whole_step(answers, ranks, case):
     assert max(of(answers[ranks], case)) <= 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_matrix_is_mapped_by_one_rank(answers, ranks):
+    stacks = of(answers[ranks], "owners")
+    assert all(stacks), "every rank has some of them"
+    assert sum(map(sum, stacks)) == sum(len(shape) == 2 for shape in cases.SHAPES)
