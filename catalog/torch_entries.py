@@ -223,6 +223,5 @@ MUON = Entry(
         ({"ns_dtype": torch.int8}, "Invalid ns_dtype value: torch.int8; use a floating point dtype"),
     ),
     tolerance=(1e-12, 1e-3),  # in float32, a rounding error changes the last bit of a few elements in bfloat16
-    measured=Measured({"lr": 0.02}, states=1),
     takes="matrices",
 )
