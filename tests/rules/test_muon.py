@@ -341,19 +341,32 @@ def test_steps_during_backward():
     assert_close(list(nets[0].parameters()), list(nets[1].parameters()), 1e-12)
 
 
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, {"momentum_buffer": torch.float16}, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("state_dtype", "compiled"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), ({"momentum_buffer": torch.float16}, False)],
+    ids=str,
+)
 def test_momentum_in_another_dtype(state_dtype, compiled):
     ours, theirs = (parameters([(40, 30), (8, 5)]) for _ in range(2))
-    optimizer = train(partial(co.Muon, state_dtype=state_dtype, **EXACT, compile=compiled), ours)
-    train(partial(co.Muon, **EXACT, compile=False), theirs)
+    optimizer = train(partial(co.Muon, state_dtype=state_dtype, compile=compiled), ours)
+    train(partial(co.Muon, compile=False), theirs)
     expected = state_dtype["momentum_buffer"] if isinstance(state_dtype, dict) else state_dtype
     assert {optimizer.state[p]["momentum_buffer"].dtype for p in ours} == {expected}
-    assert_close(ours, theirs, 2e-5 if expected == torch.float32 else 3e-2)
+    assert_close(ours, theirs, 3e-2)
 
 
-def test_average_of_the_weights(compiled):
+def test_momentum_in_8_bits():
+    """Quantised momentum is close to that in float32: what differs is the rounding of the direction."""
+    ours, theirs = (parameters([(80, 60)]) for _ in range(2))
+    optimizer = train(partial(co.Muon, state_dtype="8bit", compile=False), ours, 5)
+    train(partial(co.Muon, compile=False), theirs, 5)
+    assert optimizer.state[ours[0]]["momentum_buffer"].dtype == torch.uint8
+    assert_close(ours, theirs, 0.1)
+
+
+def test_average_of_the_weights():
     (param,) = parameters([(8, 5)])
-    optimizer = co.Muon([param], lr=0.1, ema_decay=0.5, compile=compiled)
+    optimizer = co.Muon([param], lr=0.1, ema_decay=0.5, compile=False)
     average = None
     for (grad,) in gradients([param], 3):
         param.grad = grad
