@@ -243,8 +243,8 @@ def make_buckets(
         rows = rule.rowwise and param.ndim > 1
         entry = Entry(index, number, param, local, grad_dtype, rows, steps, own_numbers)
         if maps[number] is not None:
-            entry.constants = rule.constants(groups[number], param.shape)
             entry.cut = _matrix_cut(rule, groups[number], param, partial(_name, names, index))
+            entry.constants = rule.constants(groups[number], param.shape)
         entries.append(entry)
 
     buckets: dict[tuple[object, ...], Bucket] = {}

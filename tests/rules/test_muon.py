@@ -206,6 +206,15 @@ def test_names_a_parameter_that_is_no_matrix(shape, options, message):
         co.Muon(groups)
 
 
+def test_names_a_parameter_that_is_no_matrix_any_more():
+    param = Parameter(torch.ones(4, 3))
+    optimizer = co.Muon([("a.weight", param)], compile=False)
+    param.data = torch.ones(4, 3, 2)
+    param.grad = torch.ones(4, 3, 2)
+    with pytest.raises(ValueError, match=r"only supports 2D parameters.*a\.weight"):
+        optimizer.step()
+
+
 def test_large_models_are_stepped_in_parts(monkeypatch, compiled):
     """With tiny limits there are many buckets and stacks, which share one workspace."""
     expected = parameters(SHAPES + TINY, torch.float64)
