@@ -23,6 +23,9 @@ from compiled_optim.modes import outside_of_modes
 from compiled_optim.program import Program, TensorLists
 
 Shape = tuple[int, ...]
+MatrixFunction = Callable[[Tensor], Tensor]
+"""Maps a stack of matrices; see ``engine.matrix_map``. It must be hashable."""
+
 Layout = Literal["tensors", "flat"]
 
 
@@ -303,6 +306,14 @@ class Backend(ABC):
             grad_scale: where to write the factor, into each element.
         """
         raise NotImplementedError
+
+    def lower_map(self, function: MatrixFunction, stack: Tensor) -> MatrixFunction:
+        """Return a function that computes the same for stacks of matrices like ``stack``.
+
+        The default is the function itself: its matrix products are calls of the library for the device, such as cuBLAS,
+        and nothing has to be compiled. A backend may compile it for the shape of the stack.
+        """
+        return function
 
     def cache_directory(self) -> Path | None:
         """Return the directory in which compiled units are kept for other processes, or None."""

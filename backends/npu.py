@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends import ge_operations
-from compiled_optim.backends.base import Availability, Batch, BoundArguments, BoundBatch, ScalarRows, Signature
+from compiled_optim.backends.base import (
+    Availability,
+    Batch,
+    BoundArguments,
+    BoundBatch,
+    MatrixFunction,
+    ScalarRows,
+    Signature,
+)
 from compiled_optim.backends.decompositions import (
     missing_foreach_decompositions,
     skip_clone,
@@ -33,6 +41,7 @@ from compiled_optim.backends.staging import Staging, bytes_of
 from compiled_optim.backends.tracing import TracedGraph, trace
 from compiled_optim.backends.whole_lists import REMEDY, WholeListBackend
 from compiled_optim.errors import first_line
+from compiled_optim.modes import outside_of_modes
 from compiled_optim.program import TensorLists
 from compiled_optim.torch_private import OpOverload
 
@@ -66,6 +75,10 @@ class NpuBackend(AscendBackend):
     compiler = "torchair"
     compiler_remedy = "it comes with torch_npu and needs the packages protobuf and packaging"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._maps: dict[Hashable, MatrixFunction] = {}
+
     def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
         """Bind the batch. Its hyperparameters are sent to the device before its calls."""
         if arguments.scalars is None:
@@ -86,6 +99,28 @@ class NpuBackend(AscendBackend):
         """Return the arguments with the hyperparameters on the device."""
         scalars = arguments.get("scalars")
         return {**arguments, "scalars": scalars.to(signature.device)} if isinstance(scalars, Tensor) else arguments
+
+    def lower_map(self, function: MatrixFunction, stack: Tensor) -> MatrixFunction:
+        """Return a GE graph for stacks of this shape: one launch instead of one for each matrix product."""
+        key = function, stack.shape, stack.dtype, stack.device
+        if key not in self._maps:
+            with outside_of_modes(), torch.inference_mode(False), torch.no_grad():
+                self._maps[key] = self._compiled_map(function, stack)
+        return self._maps[key]
+
+    def _compiled_map(self, function: MatrixFunction, stack: Tensor) -> MatrixFunction:
+        from compiled_optim.torch_private import FakeTensorMode, make_fx
+
+        with FakeTensorMode():
+            example = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
+            module = make_fx(lambda given: [function(given)])(example)
+        run, _ = self.lower(module, [example])
+
+        def call(given: Tensor) -> Tensor:
+            (result,) = run([given])
+            return result
+
+        return call
 
     def lower(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Lowered:
         """Compile with torchair. It does not report the number of kernels, so 0 is returned."""

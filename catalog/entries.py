@@ -6,7 +6,7 @@ from catalog import other_entries as other
 from catalog import torch_entries
 from catalog.entry import Entry
 
-CATALOG: dict[str, Entry] = {
+ALL: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         torch_entries.SGD,
@@ -32,5 +32,12 @@ CATALOG: dict[str, Entry] = {
         torch_entries.RPROP,
         torch_entries.NADAM,
         torch_entries.ASGD,
+        torch_entries.MUON,
     )
 }
+
+CATALOG = {name: entry for name, entry in ALL.items() if entry.takes == "any shape"}
+"""The optimizers that take parameters of any shape, for tests that use vectors and scalars."""
+
+MATRICES = {name: entry for name, entry in ALL.items() if entry.takes == "matrices"}
+"""The optimizers that take matrices only."""

@@ -65,6 +65,7 @@ class Entry:
         steps_empty: Whether the reference can step parameters without elements.
         without_norm: Options that turn off the norm over all gradients, so that parameters are independent.
         measured: The benchmark settings, or None if it is not measured.
+        takes: The parameters it takes: tensors of any shape, or matrices only.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Entry:
     measured: Measured | None = None
     formula: str = ""
     drop_in_for: str = ""
+    takes: Literal["any shape", "matrices"] = "any shape"
 
     @property
     def in_torch(self) -> bool:

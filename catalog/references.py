@@ -320,3 +320,23 @@ def prodigy(
         decayed = p * (1 - weight_decay * step) if decouple else p
         results.append(decayed - step * memory["m"] / (np.sqrt(memory["v"]) + d * eps))
     return results
+
+
+def muon(
+    ps: Arrays, gs: Arrays, memories: Memories, step: int, lr: float, *, momentum: float = 0.95, decay: float = 0.1,
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), iterations: int = 5, rms: bool = False,
+) -> list[Array]:  # fmt: skip
+    """Muon of Jordan et al. with Nesterov momentum; with ``rms``, the learning rate of Liu et al. (2025)."""
+    a, b, c = coefficients
+    found = []
+    for p, g, memory in zip(ps, gs, memories, strict=True):
+        m = memory["m"] = momentum * memory.get("m", 0.0) + (1 - momentum) * g
+        x = momentum * m + (1 - momentum) * g
+        rows, columns = x.shape
+        x = (x.T if rows > columns else x) / np.linalg.norm(x)
+        for _ in range(iterations):
+            square = x @ x.T
+            x = a * x + (b * square + c * square @ square) @ x
+        rate = 0.2 * math.sqrt(max(rows, columns)) if rms else math.sqrt(max(1, rows / columns))
+        found.append((1 - lr * decay) * p - lr * rate * (x.T if rows > columns else x))
+    return found

@@ -234,3 +234,29 @@ ADAFACTOR = Entry(
     steps_empty=False,
     measured=Measured({"lr": 1e-2}, states=1),
 )
+
+MUON = Entry(
+    name="Muon",
+    reference=torch.optim.Muon,
+    parity=(
+        *combinations(nesterov=[None, False], adjust_lr_fn=[None, "match_rms_adamw"]),
+        {"weight_decay": 0.0, "adjust_lr_fn": "original"},
+        {"momentum": 0.3, "ns_steps": 3},
+        {"ns_coefficients": (2.0, -1.5, 0.5), "eps": 1.0},
+    ),
+    typical={"lr": 0.02, "weight_decay": 0.01},
+    distributed={"lr": 0.02, "weight_decay": 0.1},
+    refused=(
+        ({"lr": -0.1}, "Learning rate should be >= 0 but is: -0.1"),
+        ({"lr": NAN}, "Learning rate should be >= 0 but is: nan"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"momentum": -0.5}, "momentum should be >= 0 but is: -0.5"),
+        ({"weight_decay": -0.5}, "weight decay should be >= 0 but is: -0.5"),
+        ({"adjust_lr_fn": "arbitrary"}, "Adjust learning rate function arbitrary is not supported"),
+        ({"ns_steps": 100}, "Number of steps must be less than 100 for computational efficiency"),
+        ({"ns_coefficients": (1.0, 2.0)}, "Coefficients must be a tuple of exactly 3 values"),
+        ({"ns_dtype": torch.int8}, "Invalid ns_dtype value: torch.int8; use a floating point dtype"),
+    ),
+    tolerance=(1e-12, 1e-3),  # in float32, a rounding error changes the last bit of a few elements in bfloat16
+    takes="matrices",
+)

@@ -35,6 +35,7 @@ from compiled_optim.rules.bertadam import BertAdam
 from compiled_optim.rules.lamb import Lamb
 from compiled_optim.rules.lars import Lars
 from compiled_optim.rules.lion import Lion
+from compiled_optim.rules.muon import Muon
 from compiled_optim.rules.nadam import NAdam
 from compiled_optim.rules.prodigy import Prodigy
 from compiled_optim.rules.radam import RAdam
@@ -65,6 +66,7 @@ __all__ = [
     "Lamb",
     "Lars",
     "Lion",
+    "Muon",
     "NAdam",
     "Optimizer",
     "Prodigy",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, overload
 
@@ -126,7 +126,7 @@ class Optimizer(SavedOptimizer):
         self.check(defaults)
         if isinstance(params, torch.nn.Module):
             self.watch(params)
-            params = params.named_parameters()
+            params = self.groups_of(params, defaults)
         super().__init__(params, defaults)
 
     # ---- torch.optim's interface
@@ -171,13 +171,15 @@ class Optimizer(SavedOptimizer):
             self.check({**self.defaults, **param_group})
         torch_method("add_param_group")(self, param_group)
         group = self.param_groups[-1]
+        rule, count = self.for_group(group), len(group["params"])
         try:
+            rule.check_params(group, lambda: self._stepper.tracker.names(self.param_groups)[-count:])
             self._check_storage(group)
             averages.check_average(group)
             check_own_norm(self)
             check_cautious(self, group)
             self._stepper.check_devices({param.device for param in group["params"]})
-            check_group(self, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
+            check_group(rule, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
@@ -188,6 +190,10 @@ class Optimizer(SavedOptimizer):
             self._backward.attach(self.param_groups)
 
     # ---- beyond torch.optim
+
+    def groups_of(self, module: torch.nn.Module, defaults: Mapping[str, Any]) -> ParamsT:
+        """Return what is optimized of a module that was passed as ``params``."""
+        return module.named_parameters()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context in which backward keeps gradients, for gradient accumulation with ``in_backward=True``.
@@ -288,7 +294,7 @@ class Optimizer(SavedOptimizer):
         """Raise if the options of a group about storage are out of range, or its devices do not support them."""
         if not any(group.get(key) for key in KEYS):
             return
-        check_storage(type(self).__name__, group, self.row(group, 1).variant.states, self.nonnegative)
+        check_storage(type(self).__name__, group, self.state_names(group), self.nonnegative)
         self._stepper.check_storage(group)
 
     def _follow_modules(self) -> None:

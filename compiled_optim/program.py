@@ -29,6 +29,9 @@ TensorLists = Sequence[list[Tensor]]
 ALL_REDUCE = "all_reduce"
 """The keyword argument of a rule that sums over tensors."""
 
+MAP_MATRICES = "map_matrices"
+"""The keyword argument of a rule that maps whole matrices; see :class:`UpdateProgram`."""
+
 MAX_NORM, EMA_DECAY, SEED, SHRINK = "max_grad_norm_per_parameter", "ema_decay", "seed", "decoupled_shrink"
 """Scalars that the program uses itself. The rule does not get them."""
 
@@ -111,6 +114,14 @@ class Program(Protocol):
     def __hash__(self) -> int: ...
 
 
+MapMatrices: TypeAlias = Callable[[Tensors], Tensors]
+"""Takes tensors of matrices, and returns the results of the map."""
+
+
+def _unchanged(tensors: Tensors) -> Tensors:
+    return tensors
+
+
 class Phase(Enum):
     """Which part of a rule a program runs; see :class:`UpdateProgram`."""
 
@@ -118,6 +129,8 @@ class Phase(Enum):
     MEASURE = "measure"
     FINISH = "finish"
     BOTH = "both"
+    PREPARE = "prepare"
+    APPLY = "apply"
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,11 @@ class UpdateProgram:
     twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
     computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
     the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
+
+    A rule that maps matrices passes tensors to its argument ``map_matrices``. It runs twice, with one more list at the
+    end. PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices in it
+    (``engine.matrices``). APPLY runs the rule again, and reads the results from the list. The phase WHOLE is only for
+    checks of a rule: its matrices stay as they are.
 
     ``reduced`` are the numbers of the lists of states that have the size 1 in a dimension, and that dimension.
 
@@ -190,6 +208,11 @@ class UpdateProgram:
         return takes_all_reduce(self.update) or MAX_NORM in self.scalars or self.cautious
 
     @property
+    def maps_matrices(self) -> bool:
+        """Whether the program maps matrices, so that it has one more list in the phases PREPARE and APPLY."""
+        return takes_matrices(self.update)
+
+    @property
     def is_separable(self) -> bool:
         """Whether parts of a 1-D tensor can be updated one by one, after the rule's sums over all parts are added.
 
@@ -215,6 +238,13 @@ class UpdateProgram:
         if self.phase is Phase.MEASURE:
             return torch.stack(self.measure(lists, arguments))
         recorded = _RecordedSums()
+        if self.phase is Phase.PREPARE:
+            self._run(self._copies(lists[:-1]), arguments, recorded, partial(_written_to, lists[-1]))
+            return None
+        if self.phase is Phase.APPLY:
+            mapped = Tensors(tensor.to(self.dtype) for tensor in lists[-1])
+            self._run_unless_skipped(lists[:-1], arguments, recorded, lambda _: mapped)
+            return None
         if self.phase is Phase.WHOLE:
             self._run_unless_skipped(lists, arguments, recorded)
             return None
@@ -225,22 +255,30 @@ class UpdateProgram:
     def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
         """Return the sums that the rule computes, first one sum for all tensors, then the next. Change nothing."""
         recorded = _RecordedSums()
-        grads = [grad.clone() for grad in lists[0]] if self.unscales else lists[0]
-        self._run([grads, *([tensor.clone() for tensor in tensors] for tensors in lists[1:])], arguments, recorded)
+        self._run(self._copies(lists), arguments, recorded)
         return recorded.sums
 
-    def _run_unless_skipped(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
+    def _copies(self, lists: TensorLists) -> TensorLists:
+        """Return copies of all lists that the program writes to."""
+        grads = [grad.clone() for grad in lists[0]] if self.unscales else lists[0]
+        return [grads, *([tensor.clone() for tensor in tensors] for tensors in lists[1:])]
+
+    def _run_unless_skipped(
+        self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce, map_matrices: MapMatrices = _unchanged
+    ) -> None:
         """Run the rule, and restore all tensors if ``found_inf`` is not 0. The value is not read on the host."""
         if arguments.found_inf is None:
-            self._run(lists, arguments, all_reduce)
+            self._run(lists, arguments, all_reduce, map_matrices)
             return
         before = [[tensor.clone() for tensor in tensors] for tensors in lists]
-        self._run(lists, arguments, all_reduce)
+        self._run(lists, arguments, all_reduce, map_matrices)
         is_finite = arguments.found_inf == 0
         for tensors, old in zip(lists, before, strict=True):
             torch._foreach_copy_(tensors, [torch.where(is_finite, *pair) for pair in zip(tensors, old, strict=True)])
 
-    def _run(self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce) -> None:
+    def _run(
+        self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce, map_matrices: MapMatrices = _unchanged
+    ) -> None:
         kept, companions = lists[1 : 2 + len(self.states)], iter(lists[2 + len(self.states) :])
         storages = self.storages or (Direct(),) * len(kept)
         own = [[next(companions) for _ in storage.companions] for storage in storages]
@@ -266,11 +304,13 @@ class UpdateProgram:
         average = None if decay is None else named.pop(EMA)
         if max_norm is not None:
             grads = _clipped(grads, max_norm, all_reduce)
-        sums = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
+        functions: dict[str, Any] = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
+        if self.maps_matrices:
+            functions[MAP_MATRICES] = map_matrices
         if shrink is not None:
             params *= shrink
         given = follow(params) if self.cautious else params
-        self.update(given, grads, **named, **numbers, **dict(self.flags), **sums)
+        self.update(given, grads, **named, **numbers, **dict(self.flags), **functions)
         if isinstance(given, Followed):
             mask_update(given, grads, all_reduce)
         if average is not None:
@@ -321,6 +361,18 @@ def reduced_shape(shape: Sequence[Any], dim: int | None) -> tuple[Any, ...]:
 def takes_all_reduce(update: Callable[..., None]) -> bool:
     """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
     return ALL_REDUCE in inspect.signature(update).parameters
+
+
+@lru_cache(maxsize=1024)
+def takes_matrices(update: Callable[..., None]) -> bool:
+    """Return True if a rule has the argument ``map_matrices``, so that it maps whole matrices."""
+    return MAP_MATRICES in inspect.signature(update).parameters
+
+
+def _written_to(target: list[Tensor], values: Tensors) -> Tensors:
+    """Write tensors to a list, and return them."""
+    torch._foreach_copy_(target, values)
+    return values
 
 
 @lru_cache(maxsize=256)

@@ -185,7 +185,8 @@ class Stepper:
         units, events = self._unit_log.reports(), self._events.texts()
         found = [*problems, *advice(names, state, self._plan, units, self.unscales)]
         mode = "compiled" if self.settings.compile else "eager"
-        return Explanation.from_plan(self._name, mode, [*in_use], self._plan, units, events, found)
+        routes = self._rule.routes(groups)
+        return Explanation.from_plan(self._name, mode, [*in_use], self._plan, units, events, found, routes)
 
     def check_devices(self, devices: set[torch.device]) -> None:
         """Raise if the backend for one of these devices cannot be used here."""

@@ -73,6 +73,8 @@ class Explanation:
     batches: tuple[BatchReport, ...]
     units: tuple[UnitReport, ...]
     advice: tuple[str, ...]
+    routes: tuple[str, ...] = ()
+    """Which parameters follow which rule, if the optimizer has several."""
 
     @classmethod
     def from_plan(
@@ -84,6 +86,7 @@ class Explanation:
         units: Sequence[UnitReport],
         events: Sequence[str],
         advice: Iterable[str],
+        routes: Iterable[str] = (),
     ) -> Explanation:
         """Return the report on a plan; None if no step was made yet."""
         calls = {} if plan is None else plan.calls()
@@ -102,10 +105,11 @@ class Explanation:
             batches=tuple(BatchReport.from_bucket(bucket, calls[i]) for i, bucket in enumerate(buckets)),
             units=tuple(units),
             advice=tuple(advice),
+            routes=tuple(routes),
         )
 
     def __str__(self) -> str:
-        parts = [self._summary(), self._batches()]
+        parts = [self._summary(), *([_listed("routes", self.routes)] if self.routes else []), self._batches()]
         if self.batches:
             parts.append(self._memory())
         if self.units:

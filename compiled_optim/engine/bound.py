@@ -15,17 +15,15 @@ from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.numbers import Numbers, StepCounters, place_number
 from compiled_optim.engine.rows import Progress, RowReader, Rows
-from compiled_optim.engine.rule import Rule
 from compiled_optim.tensors import picker
 
 
 class BoundBucket(ABC):
     """A bucket bound to its parameters, states and compiled calls. A subclass knows where they lie in memory."""
 
-    def __init__(self, bucket: Bucket, rule: Rule, readers: Sequence[RowReader], state: states.State) -> None:
+    def __init__(self, bucket: Bucket, readers: Sequence[RowReader], state: states.State) -> None:
         self.bucket = bucket
-        self._rule = rule
-        program, entries = bucket.program, bucket.entries
+        program, entries, rule = bucket.program, bucket.entries, bucket.rule
         self._pick = picker([entry.index for entry in entries])
         self.copied: list[Entry] = []
         """The parameters that are updated in copies."""
@@ -116,16 +114,11 @@ class TensorBucket(BoundBucket):
     """A bucket whose parameters stay where they are."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        rule: Rule,
-        readers: Sequence[RowReader],
-        state: states.State,
-        grads: Sequence[Tensor | None],
+        self, bucket: Bucket, readers: Sequence[RowReader], state: states.State, grads: Sequence[Tensor | None]
     ) -> None:
         # a parameter that is not dense is updated in a dense copy
         self._copies: list[tuple[Tensor, Tensor]] = []
-        super().__init__(bucket, rule, readers, state)
+        super().__init__(bucket, readers, state)
         self._grad_views = self._views_of(self._pick(grads))
 
     def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -146,7 +139,7 @@ class TensorBucket(BoundBucket):
 
     def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
         """Update the parameters and states in place."""
-        if self._measure is not None and not self._rule.sums_over_all:
+        if self._measure is not None and not self.bucket.sums_over_all:
             self.measure(grads)
         else:
             self._load_copies()
@@ -168,8 +161,12 @@ class TensorBucket(BoundBucket):
         """Compute the sums of the rule over each tensor and all its shards."""
         self._load_copies()
         assert self._measure is not None
-        assert self._totals is not None
         self._measure(grads)
+        return self._finish_measuring(grads)
+
+    def _finish_measuring(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Complete the results of the batch before the update, and return them."""
+        assert self._totals is not None
         if self.bucket.shards is not None:
             self.bucket.shards.all_reduce_(self._totals)
         return self._totals
@@ -189,7 +186,7 @@ class TensorBucket(BoundBucket):
         self, values: Sequence[dict[str, Any]], initial: Sequence[Mapping[str, float | None]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         bucket = self.bucket
-        rows, program, nonnegative = bucket.rows, bucket.program, self._rule.nonnegative
+        rows, program, nonnegative = bucket.rows, bucket.program, bucket.rule.nonnegative
         kept = [
             states.materialize_states(
                 own, entry.param, entry.local, first, rows, program, bucket.kept_dtypes(entry), nonnegative

@@ -13,9 +13,10 @@ from torch import Tensor
 from compiled_optim.backends import ArgumentSpec, Backend, Batch
 from compiled_optim.engine import flat_layout, layout, states
 from compiled_optim.engine.flat_layout import FlatLayout
+from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
-from compiled_optim.engine.rule import Group, Rule
+from compiled_optim.engine.rule import Constants, Group, Rule
 from compiled_optim.engine.sharding import ShardSpec, check_supported
 from compiled_optim.engine.storage_options import EIGHT_BIT, KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
@@ -23,6 +24,9 @@ from compiled_optim.flat_programs import takes_matrix, works_flat
 from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
 from compiled_optim.storage import compute_dtype
 from compiled_optim.tensors import sum_dtype
+
+MATRIX_ELEMENTS = 1 << 26
+"""The largest number of elements in a bucket of a rule that maps matrices: it keeps a copy of them."""
 
 Names = Callable[[], Sequence[str]]
 """Returns the names of all parameters, for messages."""
@@ -34,7 +38,8 @@ class Entry:
 
     ``local`` is what this process holds of it: the parameter itself, or its shard. ``grad_dtype`` is the dtype in which
     its gradient is used, ``rows`` the number of dimensions after the first in which the rule sees it, ``steps`` the
-    number of steps it has made, and ``numbers`` those that the rule keeps.
+    number of steps it has made, and ``numbers`` those that the rule keeps. ``constants`` are those of its shape, and
+    ``cut`` its matrices, if the rule maps matrices.
     """
 
     index: int
@@ -45,6 +50,8 @@ class Entry:
     rows: int
     steps: int
     numbers: tuple[float, ...]
+    constants: Constants = ()
+    cut: MatrixCut | None = None
 
 
 @dataclass
@@ -59,6 +66,7 @@ class Bucket:
     one that ``is_outside`` do not, although its backend gets flat buffers.
     """
 
+    rule: Rule
     groups: Sequence[Group]
     backend: Backend
     program: UpdateProgram
@@ -69,6 +77,7 @@ class Bucket:
     is_flat: bool = False
     is_outside: bool = False
     sums_over_all: bool = False
+    matrix_map: MatrixMap | None = None
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -130,12 +139,16 @@ class Bucket:
 
     @cached_property
     def measure(self) -> Batch | None:
-        """The batch that computes the sums of a rule over sharded tensors, or None."""
+        """The batch before the update, which computes sums of a rule over sharded tensors, or matrices; or None."""
+        if self.matrix_map is not None:
+            return self._update_batch(Phase.PREPARE)
         return self._update_batch(Phase.MEASURE) if self.sums else None
 
     @cached_property
     def update(self) -> Batch:
         """The batch that updates parameters and states."""
+        if self.matrix_map is not None:
+            return self._update_batch(Phase.APPLY)
         if not self.sums:
             return self._update_batch(Phase.WHOLE)
         totals = ArgumentSpec("totals", self.sum_dtype, (self.sums, len(self.entries)))
@@ -159,7 +172,8 @@ class Bucket:
             scales.append(ArgumentSpec("found_inf", torch.float32, ()))
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
         arguments = (scalars, *scales, *totals, *self._row_arguments())
-        return Batch(self.backend, program, str(self.device), self.dtypes, self.shapes, arguments, self.is_flat)
+        dtypes = self.dtypes if self.matrix_map is None else (*self.dtypes, self.matrix_map.dtype)
+        return Batch(self.backend, program, str(self.device), dtypes, self.shapes, arguments, self.is_flat)
 
     def _row_arguments(self) -> list[ArgumentSpec]:
         """Return the arguments that describe the rows of a flat buffer."""
@@ -198,16 +212,22 @@ def make_buckets(
     """
     numbered = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     is_sharded = has_dtensor([param for _, param in numbered])
-    ranks = (1, 3) if rule.matrices else (1,)
-    programs = {(i, rank): rule.program(group, unscales, rank) for i, group in enumerate(groups) for rank in ranks}
+    rules = [rule.for_group(group) for group in groups]
+    programs = {
+        (i, rank): own.program(group, unscales, rank)
+        for i, (own, group) in enumerate(zip(rules, groups, strict=True))
+        for rank in ((1, 3) if own.matrices else (1,))
+    }
+    maps = [own.matrix_map(group) for own, group in zip(rules, groups, strict=True)]
     places = {program: place for place, program in enumerate(programs.values())}  # a number is compared faster
     kinds = {key: places[program] for key, program in programs.items()}
     stored = [any(key in group for key in KEYS) for group in groups]
-    keeps_state = rule.counts_steps or any(program.states for program in programs.values())
+    keeps_state = any(own.counts_steps for own in rules) or any(program.states for program in programs.values())
     backends: dict[torch.device, Backend] = {}
     flat: dict[torch.device, bool] = {}
     entries, dtypes, formats, seen = [], [], [], set()
     for index, (number, param) in enumerate(numbered):
+        rule = rules[number]
         grad, values = grads[index], state.get(param)
         rank = rule.view_rank(param)
         program = programs[number, rank if rule.matrices else 1]
@@ -243,34 +263,47 @@ def make_buckets(
         own = (grad_dtype, dtype, *kept, *companion_dtypes(own_formats, own_states, dtype))
         formats.append(own_formats)
         dtypes.append(tuple(map(layout.real_dtype, own)) if dtype.is_complex else own)
-        entries.append(Entry(index, number, param, local, grad_dtype, rank - 1, steps, own_numbers))
+        entry = Entry(index, number, param, local, grad_dtype, rank - 1, steps, own_numbers)
+        if maps[number] is not None:
+            entry.cut = _matrix_cut(rule, groups[number], param, partial(_name, names, index))
+            entry.constants = rule.constants(groups[number], param.shape)
+        entries.append(entry)
 
     buckets: dict[tuple[object, ...], Bucket] = {}
     last: tuple[object, ...] | None = None
     waves = overlap_waves([entry.local for entry in entries])
+    mapped: dict[tuple[object, ...], int] = {}  # elements of matrices, by the key without the number of the bucket
     for i, (entry, own) in enumerate(zip(entries, dtypes, strict=True)):
         device, number, wave = entry.local.device, entry.group, waves.get(i, 0)
+        rule = rules[number]
         kind = (number, 1 + entry.rows if rule.matrices else 1)
         shards = ShardSpec.from_tensor(entry.param) if is_sharded else None
-        row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers)
+        row = () if backends[device].takes_rows else (number, entry.steps, entry.numbers, entry.constants)
         is_flat = (
             flat[device]
             and shards is None
             and not rule.sums_over_all
+            and entry.cut is None
             and i not in waves
             and flat_layout.fits(entry.param, entry.rows)
             and works_flat(programs[kind], 1 + entry.rows)
             and EIGHT_BIT not in dict(formats[i].states).values()
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
-        key = (kinds[kind], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i])
+        key: tuple[object, ...]
+        key = (kinds[kind], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i], maps[number])
+        if entry.cut is not None:  # the size of the whole parameter: all ranks have to make the same buckets
+            before = mapped.get(key, 0)
+            mapped[key] = before + entry.param.numel()
+            key = (*key, before // MATRIX_ELEMENTS)
         if key != last:  # comparing is faster than hashing
             last = key
             if key not in buckets:
-                program = with_storages(programs[kind], own[1:], formats[i], rule.nonnegative, entry.rows)
-                bucket = Bucket(groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
+                program = with_storages(programs[kind], own[1:], formats[i], rule.nonnegative, entry.rows > 0)
+                bucket = Bucket(rule, groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
                 bucket.is_outside = flat[device] and not is_flat
                 bucket.sums_over_all = rule.sums_over_all
+                bucket.matrix_map = maps[number]
                 buckets[key] = bucket
             bucket = buckets[key]
         bucket.entries.append(entry)
@@ -280,6 +313,14 @@ def make_buckets(
 
 def _name(names: Names, index: int) -> str:
     return names()[index]
+
+
+def _matrix_cut(rule: Rule, group: Group, param: Tensor, name: Callable[[], str]) -> MatrixCut:
+    """Return how a parameter is cut into matrices; raise ValueError with its name if it cannot be."""
+    try:
+        return rule.matrix_cut(group, param.shape)
+    except ValueError as error:
+        raise ValueError(f"{error}; it is {name()}") from None
 
 
 def check_can_step(rule: Rule, names: Names, index: int, param: Tensor, grad: Tensor) -> None:

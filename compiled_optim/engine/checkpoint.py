@@ -55,19 +55,21 @@ def read(
     kept = []
     for number, group in enumerate(saved["param_groups"]):
         _check_is_same_optimizer(type(rule).__name__, number, group, defaults)
-        kept.append(_state_names(rule, number, complete_group(rule, defaults, group)))
+        whole = complete_group(rule, defaults, group)
+        own_rule = rule.for_group(whole)
+        kept.append((own_rule, _state_names(own_rule, number, whole)))
     loaded = [_in_order_of(own, group) for own, group in zip(groups, deepcopy(saved["param_groups"]), strict=True)]
     params = all_params(groups)
-    keys = [(key, states) for group, states in zip(loaded, kept, strict=True) for key in group["params"]]
-    owners = {key: (param, name, states) for (key, states), param, name in zip(keys, params, names, strict=True)}
+    keys = [(key, own) for group, own in zip(loaded, kept, strict=True) for key in group["params"]]
+    owners = {key: (param, name, *own) for (key, own), param, name in zip(keys, params, names, strict=True)}
     stored = {id(param) for group in groups if any(map(group.get, STORAGE_KEYS)) for param in group["params"]}
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in saved["state"].items():
         if key in owners:
-            param, name, states = owners[key]
+            param, name, own_rule, states = owners[key]
             values = {} if values is None else values
-            states = rule.states_of(param, states)
-            _check_states(rule, name, param, values, states)
+            states = own_rule.states_of(param, states)
+            _check_states(own_rule, name, param, values, states)
             state[param] = _convert(param, values, states, rule.number_names, exactly=id(param) in stored)
         elif isinstance(values, Mapping) and any(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"the checkpoint has a state for {key!r}, but none of its groups has such a parameter")

@@ -20,16 +20,13 @@ from compiled_optim.engine.bound import BoundBucket
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_memory import VISITS, FlatMemory
 from compiled_optim.engine.rows import Progress, RowReader
-from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.stored_states import MASTER
 
 
 class FlatBucket(BoundBucket):
     """A bucket whose tensors lie in flat buffers."""
 
-    def __init__(
-        self, bucket: Bucket, rule: Rule, readers: Sequence[RowReader], state: states.State, memory: FlatMemory
-    ) -> None:
+    def __init__(self, bucket: Bucket, readers: Sequence[RowReader], state: states.State, memory: FlatMemory) -> None:
         self._memory = memory
         self._at = memory.placement(bucket)
         grads, members = self._at.buffers[0].views, set(self._at.views)
@@ -39,7 +36,7 @@ class FlatBucket(BoundBucket):
         self._bystanders: list[Tensor] | None = None
         self._visitors: list[tuple[list[Tensor], list[Tensor]]] = []
         self._visits = 0
-        super().__init__(bucket, rule, readers, state)
+        super().__init__(bucket, readers, state)
 
     def pick_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Copy the gradients of this bucket into their buffer; return its parts."""

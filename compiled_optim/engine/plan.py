@@ -16,6 +16,7 @@ from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.clipping import GradScaling
 from compiled_optim.engine.flat import FlatBucket
 from compiled_optim.engine.flat_memory import FlatMemory
+from compiled_optim.engine.matrices import MatrixBucket, Workspace
 from compiled_optim.engine.rows import RowReader
 from compiled_optim.engine.rule import Group, Rule
 
@@ -39,15 +40,19 @@ class Plan:
     ) -> None:
         self._rule = rule
         self._totals: Tensor | None = None
-        readers = [RowReader(rule, group) for group in groups]
-        self.scaling = GradScaling(rule, buckets, clips_any(rule, groups))
-        self.buckets: list[BoundBucket] = [
-            FlatBucket(bucket, rule, readers, state, memory)
-            if bucket.is_flat and memory is not None
-            else TensorBucket(bucket, rule, readers, state, grads)
-            for bucket in buckets
-        ]
         self._backends = {bucket.backend for bucket in buckets}
+        readers = [RowReader(rule.for_group(group), group) for group in groups]
+        self.scaling = GradScaling(rule, buckets, clips_any(rule, groups))
+        self._counts_steps = any(rule.for_group(group).counts_steps for group in groups)
+        workspace = Workspace(buckets)
+        self.buckets: list[BoundBucket] = []
+        for bucket in buckets:
+            if bucket.is_flat and memory is not None:
+                self.buckets.append(FlatBucket(bucket, readers, state, memory))
+            elif bucket.matrix_map is not None:
+                self.buckets.append(MatrixBucket(bucket, readers, state, grads, workspace))
+            else:
+                self.buckets.append(TensorBucket(bucket, readers, state, grads))
         self.entries = [entry for bucket in buckets for entry in bucket.entries]
         # for a sharded parameter, both the shard and the DTensor
         written = [(entry.index, tensor) for entry in self.entries for tensor in {entry.local, entry.param}]
@@ -55,11 +60,13 @@ class Plan:
         self._written_by_index = written
         self._groups = list(groups)
         self._group_sizes = [len(group["params"]) for group in groups]
+        self._rule = rule
+        self._keys = [rule.plan_key(group) for group in groups]
 
     @property
     def keeps_state(self) -> bool:
         """Whether parameters that were stepped have an entry in the state."""
-        return self._rule.counts_steps or any(bound.bucket.program.states for bound in self.buckets)
+        return self._counts_steps or any(bound.bucket.program.states for bound in self.buckets)
 
     def calls(self) -> dict[int, list[BoundCall]]:
         """Return the calls of a step, by the index of the bucket."""
@@ -91,6 +98,8 @@ class Plan:
         if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             return False
         if [len(group["params"]) for group in groups] != self._group_sizes:
+            return False
+        if [self._rule.plan_key(group) for group in groups] != self._keys:
             return False
         return all(bucket.scalar_rows.fill() for bucket in self.buckets)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
-from compiled_optim.engine.rule import DECOUPLED, DTYPE_EPS, Group, Rule, by_name, declaration
+from compiled_optim.engine.rule import DECOUPLED, DTYPE_EPS, Constants, Group, Rule, by_name, declaration
 from compiled_optim.engine.storage_options import KEYS
 from compiled_optim.program import EMA_DECAY, SHRINK
 
@@ -21,7 +21,7 @@ OWN_OPTIONS = frozenset({*KEYS, EMA_DECAY, DECOUPLED, "cautious"})
 """The keys of groups for options that every optimizer has."""
 
 GROUP_SHIFT = 48
-"""A key of a row is the number of the group, shifted by this many bits, plus the step count.
+"""A key of a row is the number of a group with constants, shifted by this many bits, plus the step count.
 
 If the rule keeps numbers, the key is a tuple of this and the numbers.
 """
@@ -47,13 +47,16 @@ class Progress(NamedTuple):
 
 
 class RowReader:
-    """Reads the row of one group in every step, faster than :meth:`Rule.row`, which it agrees with."""
+    """Reads the row of one group in every step, faster than :meth:`Rule.row`, which it agrees with.
 
-    def __init__(self, rule: Rule, group: Group) -> None:
+    ``constants`` are those of parameters of one shape, see :meth:`Rule.constants`.
+    """
+
+    def __init__(self, rule: Rule, group: Group, constants: Constants = ()) -> None:
         scalars, variant = rule.row(group, 1)
         _, optional, keywords = declaration(type(rule).update)
         self._takes_eps = DTYPE_EPS in keywords
-        self._rule, self._group, self._variant = rule, group, variant
+        self._rule, self._group, self._variant, self._constants = rule, group, variant, constants
         self._values = _getter(tuple(scalars))
         self._flags = _getter(tuple(name for name, _ in variant.flags))
         self._flag_values = tuple(value for _, value in variant.flags)
@@ -61,12 +64,18 @@ class RowReader:
         self._numbers = _getter(tuple(rule.numbers))
         self._has_own = bool(variant.own_scalars) or variant.cautious
 
+    def with_constants(self, constants: Constants) -> RowReader:
+        """Return a reader for parameters of the same group with other constants."""
+        return RowReader(self._rule, self._group, constants) if constants != self._constants else self
+
     def read(self, step: int, numbers: tuple[float, ...], eps: float) -> Reading | None:
         """Return the values for this step; None if the hyperparameters now select another program.
 
         ``numbers`` are those of the parameters before the step, ``eps`` is the machine epsilon of their dtype.
         """
         rule, group, variant = self._rule, self._group, self._variant
+        if self._constants:
+            group = {**group, **dict(self._constants)}
         if numbers:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
         own = None
@@ -116,7 +125,9 @@ class Rows:
         self.bucket = bucket
         self.counters = counters
         self._numbers = numbers
-        self._readers = readers
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys((e.group, e.constants) for e in bucket.entries))}
+        self._group_of = [number for number, _ in kinds]
+        self._readers = [readers[number].with_constants(constants) for number, constants in kinds]
         self._eps = torch.finfo(bucket.dtypes[1]).eps
         self.scalars = ScalarRows(len(bucket.program.scalars), tensors, dtype)
         self.inv_scale = torch.ones((), dtype=dtype, device=bucket.device)
@@ -124,7 +135,8 @@ class Rows:
         self.found_inf: Tensor | None = None
         if bucket.takes_found_inf:
             self.found_inf = torch.zeros((), dtype=torch.float32, device=bucket.device)
-        self._group_keys = [entry.group << GROUP_SHIFT for entry in bucket.entries]
+        self._kind_keys = [kinds[entry.group, entry.constants] << GROUP_SHIFT for entry in bucket.entries]
+        self._kinds: list[int] = []
         self.groups: list[int] = []
         self._steps: list[int] = []
         self._before: list[tuple[float, ...]] = []
@@ -136,8 +148,8 @@ class Rows:
         if not self.counters.are_unchanged() or not all(map(Numbers.are_unchanged, self._numbers)):
             return False
         values, after = [], []
-        for number, steps, before in zip(self.groups, self._steps, self._before, strict=True):
-            row = self._readers[number].read(steps + 1, before, self._eps)
+        for kind, steps, before in zip(self._kinds, self._steps, self._before, strict=True):
+            row = self._readers[kind].read(steps + 1, before, self._eps)
             if row is None:
                 return False
             values.append(row[0])
@@ -180,14 +192,15 @@ class Rows:
 
     def _assign(self) -> None:
         """Give each parameter the row of its group, step count and numbers."""
-        keys: list[Any] = list(map(add, self._group_keys, self.counters.counts))
+        keys: list[Any] = list(map(add, self._kind_keys, self.counters.counts))
         if self._numbers:
             keys = list(zip(keys, *(numbers.values for numbers in self._numbers), strict=True))
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         self.scalars.row_of[:] = array("q", map(rows.__getitem__, keys))
         counts: list[int] = [key[0] for key in rows] if self._numbers else list(rows)
         self._before = [key[1:] for key in rows] if self._numbers else [()] * len(rows)
-        groups = [count >> GROUP_SHIFT for count in counts]
+        self._kinds = [count >> GROUP_SHIFT for count in counts]
+        groups = [self._group_of[kind] for kind in self._kinds]
         self._steps = [count & ((1 << GROUP_SHIFT) - 1) for count in counts]
         if groups != self.groups:
             self.groups = groups

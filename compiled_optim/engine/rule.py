@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.engine.hyperparameters import check_usual
+from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
@@ -24,6 +25,7 @@ from compiled_optim.program import (
     ALL_REDUCE,
     EMA,
     EMA_DECAY,
+    MAP_MATRICES,
     MAX_NORM,
     SEED,
     SHRINK,
@@ -32,6 +34,9 @@ from compiled_optim.program import (
 )
 
 Group = dict[str, Any]
+
+Constants = tuple[tuple[str, float], ...]
+"""Names and values of numbers that do not change from step to step."""
 
 WARMUP_STEPS = 10
 """With ``ema_warmup`` the decay of the average in step t is at most t / (t + 9)."""
@@ -97,7 +102,7 @@ def declaration(update: Callable[..., None]) -> Declaration:
     return Declaration(
         tuple(state.name for state in states),
         frozenset(state.name for state in states if state.default is None),
-        tuple(p.name for p in rest if p.kind is p.KEYWORD_ONLY and p.name != ALL_REDUCE),
+        tuple(p.name for p in rest if p.kind is p.KEYWORD_ONLY and p.name not in (ALL_REDUCE, MAP_MATRICES)),
     )
 
 
@@ -199,6 +204,42 @@ class Rule:
         """
         return {}
 
+    def for_group(self, group: Group) -> Rule:
+        """Return the rule of a group: this one, unless an optimizer holds several. See ``rules/muon.py``."""
+        return self
+
+    @property
+    def label(self) -> str:
+        """The name of the rule in logs and in ``explain()``."""
+        return type(self).__name__
+
+    def plan_key(self, group: Group) -> Hashable:
+        """Return the hyperparameters that a plan assumes in addition to its variant. Other values make a new plan."""
+        return None
+
+    def routes(self, groups: Sequence[Group]) -> Sequence[str]:
+        """Return lines for ``explain()`` that say which parameters follow which rule, if there are several."""
+        return ()
+
+    def state_names(self, group: Group) -> Sequence[str]:
+        """Return the names of states that options of a group may name."""
+        return self.row(group, 1).variant.states
+
+    def check_params(self, group: Group, names: Callable[[], Sequence[str]]) -> None:
+        """Raise if a parameter of a new group does not suit the rule. ``names`` returns the names of its parameters."""
+
+    def constants(self, group: Group, shape: Sequence[int]) -> Constants:
+        """Return numbers that depend on the shape of a parameter, by name. ``derived`` gets them with the group."""
+        return ()
+
+    def matrix_map(self, group: Group) -> MatrixMap | None:
+        """Return the function behind the argument ``map_matrices`` of ``update``, for rules that take it."""
+        return None
+
+    def matrix_cut(self, group: Group, shape: Sequence[int]) -> MatrixCut:
+        """Return how a parameter of this shape is cut into matrices; raise ValueError if it cannot be."""
+        raise NotImplementedError
+
     def clips(self, group: Group, dtype: torch.dtype) -> list[Clip]:
         """Return the clips that are applied to the gradients of a group in one dtype, in order."""
         return [Clip(self.max_grad_norm)] if self.max_grad_norm is not None else []
@@ -297,7 +338,7 @@ class Rule:
         scalars, variant = self.row(group, 1)
         states = self._kept_by_rank(rank, variant.states)
         return UpdateProgram(
-            name=type(self).__name__,
+            name=self.label,
             update=type(self).update,
             states=states,
             scalars=tuple(scalars),

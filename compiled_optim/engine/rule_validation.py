@@ -26,7 +26,7 @@ from compiled_optim.engine.sharding import check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
-from compiled_optim.program import EMA, Arguments, UpdateProgram, takes_all_reduce
+from compiled_optim.program import EMA, Arguments, UpdateProgram, takes_all_reduce, takes_matrices
 from compiled_optim.torch_private import TorchDispatchMode
 
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
@@ -64,13 +64,18 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
 
 
 def check_own_norm(rule: Rule) -> None:
-    """Raise ValueError if each gradient shall be clipped by its own norm, but the rule sums over tensors itself."""
-    if rule.max_grad_norm_per_parameter is not None and takes_all_reduce(type(rule).update):
+    """Raise ValueError if each gradient shall be clipped by its own norm, but the rule combines elements itself."""
+    if rule.max_grad_norm_per_parameter is None:
+        return
+    remedy = "clip before the step with torch.nn.utils.clip_grad_norm_([param], max_norm)"
+    refused = f"{type(rule).__name__} does not support max_grad_norm_per_parameter"
+    if takes_all_reduce(type(rule).update):
         raise ValueError(
-            f"{type(rule).__name__} does not support max_grad_norm_per_parameter: its formula sums over each tensor, "
-            "and these sums would depend on the clipped gradient; clip before the step with "
-            "torch.nn.utils.clip_grad_norm_([param], max_norm)"
+            f"{refused}: its formula sums over each tensor, and these sums would depend on the clipped gradient; "
+            f"{remedy}"
         )
+    if takes_matrices(type(rule).update):
+        raise ValueError(f"{refused}: its formula maps whole matrices, in several passes; {remedy}")
 
 
 def check_cautious(rule: Rule, group: Group) -> None:

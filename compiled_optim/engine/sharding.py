@@ -87,6 +87,25 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     return made
 
 
+def gathered(param: Tensor, shard: Tensor) -> Tensor:
+    """Return the whole tensor of which each process holds a shard like that of ``param``. A collective operation."""
+    whole: Tensor = as_dtensor(shard_like(param, shard)).full_tensor()
+    return whole
+
+
+def shard_of(param: Tensor, whole: Tensor) -> Tensor:
+    """Return the shard that this process holds of a tensor that all have, with the placements of ``param``."""
+    mesh, replicated = as_dtensor(param).device_mesh, [_replicate()] * as_dtensor(param).device_mesh.ndim
+    made = type(as_dtensor(param)).from_local(whole, mesh, replicated, run_check=False)
+    return local_shard(made.redistribute(placements=_placements(param)))
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
 def check_supported(optimizer: str, name: str, param: Tensor, program: UpdateProgram, rank: int) -> None:
     """Raise if a parameter cannot be stepped shard by shard, or is an unsupported tensor subclass.
 
@@ -120,7 +139,7 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
         )
     if program.reduces:
         count_sums(program, rank)  # raises if it cannot be run in two phases
-    elif not is_elementwise(program, rank):
+    elif not is_elementwise(program, rank):  # with the identity in place of a map of matrices
         raise ValueError(
             f"{optimizer} cannot step {name}, which is sharded over processes: its update() combines elements of a "
             "tensor; add an argument all_reduce to update() and pass the sums to all_reduce(...)"

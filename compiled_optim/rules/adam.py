@@ -10,13 +10,43 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.engine.rule import Group
+from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import TorchOptions
 from compiled_optim.tensors import Number, Tensors
 
 
-class Adam(Optimizer):
+class AdamFormula(Rule):
+    """The formula of Adam and AdamW, also for groups of an optimizer with several rules."""
+
+    def derived(self, group: Group, step: int) -> Mapping[str, float | bool]:
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = map(float, group["betas"])
+        return {
+            "max_exp_avg_sq": group["amsgrad"],
+            "coupled_weight_decay": weight_decay != 0 and not group["decoupled_weight_decay"],
+            "shrink": 1 - lr * weight_decay,
+            "correction": 1 / math.sqrt(1 - beta2**step),
+            "step_size": lr / (1 - beta1**step),
+        }
+
+    @staticmethod
+    def update(
+        p: Tensors, g: Tensors, exp_avg: Tensors, exp_avg_sq: Tensors, max_exp_avg_sq: Tensors | None = None, *,
+        weight_decay: Number, shrink: Number, beta1: Number, beta2: Number, correction: Number, eps: Number,
+        step_size: Number, decoupled_weight_decay: bool, coupled_weight_decay: bool,
+    ) -> None:  # fmt: skip
+        if decoupled_weight_decay:
+            p *= shrink  # p = (1 - lr wd) p
+        if coupled_weight_decay:
+            g = g + weight_decay * p
+        exp_avg.ema_(g, beta1)  # m = b1 m + (1 - b1) g
+        exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
+        v = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq.maximum_(exp_avg_sq)
+        p -= step_size * (exp_avg / (v.sqrt() * correction + eps))
+
+
+class Adam(AdamFormula, Optimizer):
     r"""Drop-in for :class:`torch.optim.Adam` (Kingma and Ba, 2014, `arXiv:1412.6980 <https://arxiv.org/abs/1412.6980>`_).
 
     .. math::
@@ -62,32 +92,6 @@ class Adam(Optimizer):
     ) -> None:
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize)
         super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay}, **options)
-
-    def derived(self, group: Group, step: int) -> Mapping[str, float | bool]:
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-        beta1, beta2 = map(float, group["betas"])
-        return {
-            "max_exp_avg_sq": group["amsgrad"],
-            "coupled_weight_decay": weight_decay != 0 and not group["decoupled_weight_decay"],
-            "shrink": 1 - lr * weight_decay,
-            "correction": 1 / math.sqrt(1 - beta2**step),
-            "step_size": lr / (1 - beta1**step),
-        }
-
-    @staticmethod
-    def update(
-        p: Tensors, g: Tensors, exp_avg: Tensors, exp_avg_sq: Tensors, max_exp_avg_sq: Tensors | None = None, *,
-        weight_decay: Number, shrink: Number, beta1: Number, beta2: Number, correction: Number, eps: Number,
-        step_size: Number, decoupled_weight_decay: bool, coupled_weight_decay: bool,
-    ) -> None:  # fmt: skip
-        if decoupled_weight_decay:
-            p *= shrink  # p = (1 - lr wd) p
-        if coupled_weight_decay:
-            g = g + weight_decay * p
-        exp_avg.ema_(g, beta1)  # m = b1 m + (1 - b1) g
-        exp_avg_sq.ema_(g * g, beta2)  # v = b2 v + (1 - b2) g²
-        v = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq.maximum_(exp_avg_sq)
-        p -= step_size * (exp_avg / (v.sqrt() * correction + eps))
 
 
 class AdamW(Adam):

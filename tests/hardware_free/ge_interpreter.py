@@ -44,6 +44,7 @@ OPERATIONS: dict[str, Any] = {
     "Abs": lambda o, a: a.abs(),
     "Add": lambda o, a, b: a + b,
     "Addcmul": lambda o, a, b, c, value: a + value * b * c,
+    "BatchMatMul": lambda o, a, b: (a.mT if o.attr["adj_x1"].b else a) @ (b.mT if o.attr["adj_x2"].b else b),
     "ClipByValueV2": lambda o, a, low, high: torch.minimum(torch.maximum(a, low), high),
     "Cast": lambda o, a: a.to(CAST[o.attr["dst_type"].i]),
     "Equal": lambda o, a, b: a == b,
@@ -61,6 +62,9 @@ OPERATIONS: dict[str, Any] = {
     "LogicalAnd": lambda o, a, b: a & b,
     "LogicalNot": lambda o, a: ~a,
     "LogicalOr": lambda o, a, b: a | b,
+    "LpNormV2": lambda o, a: torch.linalg.vector_norm(
+        a, o.attr["p"].f, list(o.attr["axes"].list.i), keepdim=o.attr["keepdim"].b
+    ),
     "Maximum": lambda o, a, b: torch.maximum(a, b),
     "Minimum": lambda o, a, b: torch.minimum(a, b),
     "Mul": lambda o, a, b: a * b,
@@ -77,6 +81,7 @@ OPERATIONS: dict[str, Any] = {
     "Sub": lambda o, a, b: a - b,
     "Sxpy": lambda o, a, b, alpha: a - alpha.to(a.dtype) * b,
     "TensorMove": lambda o, a: a.clone(),
+    "Transpose": lambda o, a, order: a.permute(_ints(order)).clone(memory_format=torch.contiguous_format),
     "Unpack": lambda o, a: list(a.unbind(o.attr["axis"].i)),
     "UnsortedSegmentSum": lambda o, a, segments, count: a.new_zeros(int(count)).index_add(0, segments, a),
     "Unsqueeze": lambda o, a: a.unsqueeze(o.attr["axes"].list.i[0]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compiled_optim as co
-from catalog import CATALOG
+from catalog import ALL, CATALOG
 from tests.helpers import LARGE, SMALL, assert_close, distance, parameters, slow_decay, train
 
 CASES = [(name, options) for name, entry in CATALOG.items() for options in entry.parity]
@@ -32,7 +32,7 @@ def states_of(optimizer):
 def test_the_catalog_has_every_optimizer():
     exported = [getattr(co, name) for name in co.__all__]
     optimizers = [thing for thing in exported if isinstance(thing, type) and issubclass(thing, co.Optimizer)]
-    assert CATALOG.keys() == {optimizer.__name__ for optimizer in optimizers} - {"Optimizer"}
+    assert ALL.keys() == {optimizer.__name__ for optimizer in optimizers} - {"Optimizer"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
