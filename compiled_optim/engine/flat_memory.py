@@ -21,7 +21,6 @@ from torch import Tensor
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_layout import MARK, mark_of
-from compiled_optim.torch_private import WeakIdKeyDictionary
 
 VISITS = 8
 """The number of steps with visits after which parameters move. Copies of a few visits cost as much as moving."""
@@ -62,13 +61,16 @@ class FlatBuffer:
             torch._foreach_copy_([self.views[i] for i in tensors], [source.detach() for source in sources])
 
 
-_placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The address of each parameter when an optimizer of this package pointed it to other memory."""
+_placed: dict[int, int] = {}
+"""The address of each parameter, by its id, when an optimizer of this package pointed it to other memory.
+
+It holds no weak references: torch.utils.swap_tensors, which ``module.to()`` may use, refuses tensors that have some.
+"""
 
 
 def was_placed(param: Tensor) -> bool:
     """Return True if a parameter is where an optimizer of this package has put it; not necessarily this one."""
-    return param in _placed and bool(_placed[param] == param.data_ptr())
+    return id(param) in _placed and _placed[id(param)] == param.data_ptr()
 
 
 class Home:
@@ -192,7 +194,7 @@ class FlatMemory:
         for param, target in targets.items():
             self.repointed.append(param)  # before it happens, because an interrupt may come in between
             param.data = target
-            _placed[param] = param.data_ptr()
+            _placed[id(param)] = param.data_ptr()
 
     def settle(self, params: Sequence[Tensor], state: states.State, numbers: Collection[str]) -> None:
         """Keep the homes of the placed buckets, and others in which most tensors still lie.
