@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import compiled_optim as co
-from catalog.entries import CATALOG
+from catalog.entries import ALL
 from catalog.entry import Entry, Options
 
 PAGE = Path(__file__).parents[1] / "docs" / "correctness.md"
@@ -84,6 +84,11 @@ def difference(
     return max(float((mine - other).norm() / other.norm()) for mine, other in pairs)
 
 
+def shapes_of(entry: Entry) -> Sequence[tuple[int, ...]]:
+    """Return the shapes of the parameters that an optimizer is compared on."""
+    return [shape for shape in SHAPES if len(shape) == 2] if entry.takes == "matrices" else SHAPES
+
+
 def option_sets(entry: Entry) -> list[Options]:
     """Return the sets of options of an entry, the typical one first. Those without it are compared eagerly only."""
     return [entry.typical, *(options for options in entry.parity if options != entry.typical)]
@@ -96,7 +101,7 @@ def rows(entry: Entry) -> Iterator[tuple[Options, list[str]]]:
         for dtype, compiled in COLUMNS.values():
             usual = {**options, **entry.float16} if dtype == torch.float16 else options
             skipped = compiled and options != entry.typical
-            cells.append("" if skipped else written(difference(entry, usual, dtype, compiled)))
+            cells.append("" if skipped else written(difference(entry, usual, dtype, compiled, shapes_of(entry))))
         yield options, cells
 
 
@@ -180,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m catalog.matrix", description=__doc__)
     parser.add_argument("--output", type=Path, default=PAGE, help="the file to write")
     output = parser.parse_args().output
-    output.write_text(page(CATALOG))
+    output.write_text(page(ALL))
     print(f"wrote {output}")
 
 

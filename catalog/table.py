@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import compiled_optim as co
-from catalog.entries import CATALOG
+from catalog.entries import ALL
 from catalog.entry import Entry, Options
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
@@ -61,7 +61,7 @@ COMMON = {"self", "params", "lr", "maximize", "options", "foreach"}
 
 def page() -> str:
     """Return the page."""
-    rows = [_row(entry) for entry in sorted(CATALOG.values(), key=lambda entry: entry.name.lower())]
+    rows = [_row(entry) for entry in sorted(ALL.values(), key=lambda entry: entry.name.lower())]
     head = ["| optimizer | formula | bytes | options | drop-in for |", "|---|---|---|---|---|"]
     return TEXT.format(table="\n".join([*head, *rows]))
 

@@ -238,6 +238,7 @@ ADAFACTOR = Entry(
 MUON = Entry(
     name="Muon",
     reference=torch.optim.Muon,
+    formula="p −= lr·c·O(m), with the nearest orthogonal matrix O",
     parity=(
         *combinations(nesterov=[None, False], adjust_lr_fn=[None, "match_rms_adamw"]),
         {"weight_decay": 0.0, "adjust_lr_fn": "original"},

@@ -86,8 +86,8 @@ class Rounded(Storage):
         """Round the result to the dtype in memory."""
         if self.uses_noise:
             assert noise is not None
-            bits = noise.bits(place, 16)
-            result = Tensors(round_to(kept[0].dtype, value, own) for value, own in zip(result, bits, strict=True))
+            pairs = zip(result, noise.bits(place, 16), strict=True)
+            result = Tensors(round_to(kept[0].dtype, value, _of_shape(value, bits)) for value, bits in pairs)
         torch._foreach_copy_(kept, result)
 
 
@@ -168,6 +168,14 @@ class Quantized(Storage):
         for codes, value, own, random in zip(kept, values, scales, bits, strict=True):
             codes.copy_(encode(share_of(value, own), random, self.signed))
         torch._foreach_copy_(companions[0], scales)
+
+
+def _of_shape(value: Tensor, bits: Tensor) -> Tensor:
+    """Return random bits for a state, which may have the size 1 where its parameter has another."""
+    for dim, size in enumerate(value.shape):
+        if isinstance(size, int) and size == 1:
+            bits = bits.narrow(dim, 0, 1)
+    return bits
 
 
 def round_to(dtype: torch.dtype, value: Tensor, bits: Tensor | None = None) -> Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import compiled_optim as co
-from catalog import CATALOG, Entry
+from catalog import ALL, Entry
 from compiled_optim import npu
 from website.docstrings import to_markdown
 
-ENTRIES = CATALOG
+ENTRIES = ALL
 """The optimizers that have pages."""
 
 SIDE = 256

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import compiled_optim
-from catalog import CATALOG
+from catalog import ALL
 from compiled_optim import backends
 from compiled_optim.backends import registry
 
@@ -45,7 +45,7 @@ def test_the_modules_of_the_package_and_of_its_backends_are_visited():
     assert {"compiled_optim", "compiled_optim.optimizer", "compiled_optim.backends.cpu"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", ALL)
 def test_every_optimizer_has_an_example(name):
     assert doctest.DocTestParser().get_examples(getattr(compiled_optim, name).__doc__)
 

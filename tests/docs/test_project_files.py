@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import compiled_optim as co
-from catalog import CATALOG, matrix
+from catalog import ALL, matrix
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -118,27 +118,27 @@ def test_the_matrix_is_up_to_date():
     """If it fails: make matrix."""
     sections = re.split(r"^## ", matrix.PAGE.read_text(), flags=re.MULTILINE)[2:]
     found = {section.split("\n")[0]: re.findall(r"^\| (\S.*?) \| +\d", section, re.MULTILINE) for section in sections}
-    expected = {name: [matrix.call(o) for o in matrix.option_sets(entry)] for name, entry in CATALOG.items()}
+    expected = {name: [matrix.call(o) for o in matrix.option_sets(entry)] for name, entry in ALL.items()}
     assert found == expected, "run `make matrix`"
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", ALL)
 def test_differences_are_within_the_tolerances(name):
-    entry = CATALOG[name]
+    entry = ALL[name]
     for dtype, tolerance in zip((torch.float64, torch.float32), entry.tolerance, strict=True):
-        difference = matrix.difference(entry, entry.typical, dtype, compiled=False)
+        difference = matrix.difference(entry, entry.typical, dtype, compiled=False, shapes=matrix.shapes_of(entry))
         assert difference is not None
         assert difference <= tolerance
 
 
 def test_a_wrong_result_shows_in_the_matrix(monkeypatch):
-    entry = CATALOG["AdamW"]
+    entry = ALL["AdamW"]
     right = matrix.difference(entry, {}, torch.float32, compiled=False)
     monkeypatch.setattr(co, "AdamW", co.Adam)
     assert matrix.difference(entry, {"weight_decay": 0.1}, torch.float32, compiled=False) > 1e3 * right
 
 
 def test_refused_options_are_named_in_the_matrix():
-    refused = matrix.difference(CATALOG["AdamW"], {}, torch.float32, compiled=False, stored={"rounding": "up"})
+    refused = matrix.difference(ALL["AdamW"], {}, torch.float32, compiled=False, stored={"rounding": "up"})
     assert refused is None
     assert matrix.written(refused) == "refused"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compiled_optim as co
-from catalog import CATALOG
+from catalog import ALL
 
 pytest.importorskip("mkdocs", reason="the documentation is built with the extra docs")
 pytest.importorskip("latex2mathml", reason="the documentation is built with the extra docs")
@@ -24,7 +24,7 @@ def test_examples_in_docstrings():
     assert doctest.testmod(docstrings).failed == 0
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", ALL)
 def test_docstrings_leave_no_restructured_text(name):
     text = inspect.cleandoc(getattr(co, name).__doc__)
     markdown = docstrings.to_markdown(text)
@@ -49,30 +49,30 @@ def test_references_inside_the_package_are_links():
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_the_page_of_an_optimizer(name):
-    page = optimizers.page(CATALOG[name])
+    page = optimizers.page(ALL[name])
     assert page.startswith(f"# {name}\n\n[](){{#compiled_optim.{name}}}\n\n::: compiled_optim.{name}\n")
     assert f"`torch.optim.{name}`" in page
     assert f"`torch_npu.optim.NpuFused{name}`" in page
 
 
 def test_states_are_measured():
-    sizes = [optimizers.states(CATALOG["AdamW"], dtype, stored) for dtype, stored in optimizers.STORED.values()]
+    sizes = [optimizers.states(ALL["AdamW"], dtype, stored) for dtype, stored in optimizers.STORED.values()]
     assert [set(size) for size in sizes[:3]] == [{"exp_avg", "exp_avg_sq"}] * 3
     assert [optimizers.total(size) for size in sizes[:3]] == ["8", "4", "4"]
-    assert [list(found) for _, found in optimizers.state_sets(CATALOG["SGD"])] == [[], ["momentum_buffer"]]
+    assert [list(found) for _, found in optimizers.state_sets(ALL["SGD"])] == [[], ["momentum_buffer"]]
 
 
 def test_refused_options_are_named():
-    assert optimizers.states(CATALOG["AdamW"], torch.float32, {"lr": -1}) is None
+    assert optimizers.states(ALL["AdamW"], torch.float32, {"lr": -1}) is None
     assert optimizers.total(None) == "refused"
 
 
 def test_tables_have_every_optimizer():
     for table in (optimizers.choosing_table(), optimizers.memory_table()):
         rows = re.findall(r"^\| \[(\w+)\]", table, re.MULTILINE)
-        assert rows == list(CATALOG)
+        assert rows == list(ALL)
     named = re.findall(r"\w+", optimizers.collectives_table())
-    assert set(CATALOG) <= set(named)
+    assert set(ALL) <= set(named)
 
 
 def test_an_unknown_table_is_an_error():
