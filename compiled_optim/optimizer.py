@@ -23,6 +23,7 @@ from compiled_optim.backward import BackwardSteps
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
+from compiled_optim.engine.rows import OWN_OPTIONS
 from compiled_optim.engine.rule import DECOUPLED
 from compiled_optim.engine.rule_validation import check_cautious, check_group, check_own_norm
 from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype, check_storage
@@ -174,16 +175,18 @@ class Optimizer(SavedOptimizer):
         rule, count = self.for_group(group), len(group["params"])
         try:
             rule.check_params(group, lambda: self._stepper.tracker.names(self.param_groups)[-count:])
-            self._check_storage(group)
-            averages.check_average(group)
+            has_options = bool(group.keys() & OWN_OPTIONS)
+            if has_options:
+                self._check_storage(group)
+                averages.check_average(group)
+                check_cautious(self, group)
             check_own_norm(self)
-            check_cautious(self, group)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(rule, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
             self.param_groups.pop()
             raise
-        if averages.needs_step_counts(group):
+        if has_options and averages.needs_step_counts(group):
             self.counts_steps = True
         self._stepper.tracker.add(group["params"])
         if self._backward is not None:

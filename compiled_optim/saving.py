@@ -146,7 +146,10 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
             self.defaults.pop("differentiable", None)  # which torch has just added
         for group in self.param_groups:
             group.update(checkpoint.complete_group(self, self.defaults, group))
-        self.counts_steps = type(self).counts_steps or any(map(needs_step_counts, self.param_groups))
+        if any(map(needs_step_counts, self.param_groups)):
+            self.counts_steps = True
+        else:
+            self.__dict__.pop("counts_steps", None)
         if "_stepper" not in self.__dict__:  # not for load_state_dict, which keeps the parameters
             self._start(unscales, in_backward)
             self._stepper.tracker.add(all_params(self.param_groups))

@@ -152,8 +152,9 @@ class Stepper:
 
     def advance(self, groups: Sequence[Group], sums: Sequence[float] = ()) -> None:
         """Write the entries of the groups that a step changes. ``sums`` are those over all parameters."""
-        for group in groups:
-            group.update(self._rule.after_step(group, sums))
+        if type(self._rule).after_step is not Rule.after_step:
+            for group in groups:
+                group.update(self._rule.after_step(group, sums))
 
     def compared_step(
         self, comparison: Comparison, groups: Sequence[Group], state: State, unscale: Tensor | None
