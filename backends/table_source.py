@@ -66,6 +66,7 @@ def write_source(
         sums: the number of sums over each tensor.
         dtype: the dtype of the scalars.
     """
+    kernels = [_pass_source(name, passes[name], row_lists) for name in (MEASURE, UPDATE) if name in passes]
     constants = {"LISTS": lists, "POINTERS": lists + carries, "WIDTH": scalars, "SUMS": sums}
     parts = [
         HEADERS,
@@ -73,8 +74,8 @@ def write_source(
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
         f"constexpr bool MEASURES = {str(MEASURE in passes).lower()}, UPDATES = {str(UPDATE in passes).lower()};",
         SCRATCH,
-        vectors.HELPERS,
-        *(_pass_source(name, passes[name], row_lists) for name in (MEASURE, UPDATE) if name in passes),
+        vectors.HELPERS if any(map(vectors.uses_helpers, kernels)) else "",  # which code without vectors cannot have
+        *kernels,
         *(f"static void {name}({PARAMETERS});" for name in (MEASURE, UPDATE) if name not in passes),
         _driver(),
     ]

@@ -73,6 +73,11 @@ _CAST = re.compile(
 )
 
 
+def uses_helpers(source: str) -> bool:
+    """Return True if a source needs HELPERS."""
+    return any(name in source for name in ("load_part<", "store_part<", "cast_bits<"))
+
+
 def improve(source: str) -> str:
     """Return the source of a kernel with the faster forms."""
     source = _CAST.sub(r"cast_bits<\g<to>, \g<from>>(\g<value>)", source)

@@ -39,6 +39,9 @@ from compiled_optim.torch_private import (
     set_grad_enabled,
 )
 
+OPTIONS_OF_GROUPS = OWN_OPTIONS - {DECOUPLED}
+"""The keys of groups for options that are there only if somebody sets them."""
+
 
 class Optimizer(SavedOptimizer):
     """Base class of the optimizers in this package.
@@ -175,12 +178,14 @@ class Optimizer(SavedOptimizer):
         rule, count = self.for_group(group), len(group["params"])
         try:
             rule.check_params(group, lambda: self._stepper.tracker.names(self.param_groups)[-count:])
-            has_options = bool(group.keys() & OWN_OPTIONS)
+            has_options = not OPTIONS_OF_GROUPS.isdisjoint(group)
             if has_options:
                 self._check_storage(group)
                 averages.check_average(group)
+            if has_options or self.unquantized:
                 check_cautious(self, group)
-            check_own_norm(self)
+            if self.max_grad_norm_per_parameter is not None:
+                check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(rule, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
         except Exception:
