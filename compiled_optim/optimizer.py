@@ -182,7 +182,7 @@ class Optimizer(SavedOptimizer):
             if has_options:
                 self._check_storage(group)
                 averages.check_average(group)
-            if has_options or self.unquantized:
+            if has_options or group.get(DECOUPLED):
                 check_cautious(self, group)
             if self.max_grad_norm_per_parameter is not None:
                 check_own_norm(self)
