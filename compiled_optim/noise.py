@@ -21,7 +21,7 @@ _OF_GRAD, _OF_PARAM, _MIX = -1640531535, -2048144789, -1028477387
 _OF_PLACE = (2146121005, -2073254261, 668265263, 374761393, -1274126177, 1103515245, -1757159915, 1540483477)
 
 SEED_BITS = 24
-"""Seeds have so many bits, because a float32 holds them exactly."""
+"""The number of bits of a seed. A float32 holds such a number exactly."""
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 FEWEST, MOST = 2_000, 200_000
 HELD_OUT = 10
-"""Every so many files are for evaluation only."""
+"""One file in this many is for evaluation only."""
 
 
 class Task(ABC):

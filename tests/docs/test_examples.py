@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import compiled_optim as co
 from compiled_optim.diagnostics.units import COMPILED
 from tests.helpers import TIMEOUT
 
@@ -58,7 +57,6 @@ def test_fsdp2_runs_on_two_ranks():
     assert "saved and loaded a checkpoint" in printed
 
 
-@pytest.mark.skipif(not hasattr(co, "Muon"), reason="the package has no Muon yet")
 def test_muon_runs():
     assert "Muon" in run(str(FOLDER / "muon.py"))
 
