@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compiled_optim.backends import disk_cache
 from compiled_optim.backends.faults import BROKEN_COMPILER_REMEDY, is_complete
+from compiled_optim.backends.precompiled_header import precompiled_header
 from compiled_optim.errors import BackendUnavailableError
 from compiled_optim.torch_private import data_ptr_function
 
@@ -68,8 +69,9 @@ def build(source: str) -> Path:
     """Return the library of a C++ source; build it unless it exists."""
     from compiled_optim.torch_private import CppBuilder, CppTorchDeviceOptions, pick_vec_isa
 
-    # as Inductor builds its kernels, except that no header is precompiled: that takes longer than a unit
-    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
+    # as Inductor builds its kernels, except that it precompiles the header before the first of them
+    given: dict[str, Any] = {"vec_isa": pick_vec_isa(), "include_pytorch": False, "shared": True, "device_type": "cpu"}
+    options = CppTorchDeviceOptions(**given)
     command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     name = hashlib.sha256(f"{command}\n{disk_cache.environment_digest()}\n{source}".encode()).hexdigest()
     folder = disk_cache.directory() / disk_cache.FOLDER
@@ -81,6 +83,8 @@ def build(source: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         file = Path(place) / f"{name}.cpp"
         file.write_text(source)
+        if header := precompiled_header(command, **given):
+            options.precompiled_header = str(header)
         builder = CppBuilder(name=name, sources=[str(file)], BuildOption=options, output_dir=place)
         builder.build()
         target = Path(builder.get_target_file_path())

@@ -11,15 +11,16 @@ import torch
 
 from compiled_optim.backends import table_vectors as vectors
 from compiled_optim.backends.graph import CARRY, Place
+from compiled_optim.backends.precompiled_header import HEADER
 from compiled_optim.backends.recording import CannotRecord, Extent, Pointer, Recording
 from compiled_optim.backends.table_passes import MEASURE, UPDATE
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
 
-HEADERS = """\
+HEADERS = f"""\
+#include <{HEADER}>
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <torch/csrc/inductor/cpp_prefix.h>
 #include <algorithm>
 #include <atomic>
 #include <memory>
