@@ -232,7 +232,8 @@ ADAFACTOR = Entry(
     sums="tensor",
     shards=False,
     steps_empty=False,
-    measured=Measured({"lr": 1e-2}, states=1),
+    # by default, eps[0] depends on the dtype; the states are vectors, except for vectors
+    measured=Measured({"lr": 1e-2, "eps": (1e-7, 1e-3)}, states=0),
 )
 
 MUON = Entry(
