@@ -63,6 +63,7 @@ class RowReader:
         self._optional = [(name, name in variant.states) for name in optional]
         self._numbers = _getter(tuple(rule.numbers))
         self._has_own = bool(variant.own_scalars) or variant.cautious
+        self._options = OWN_OPTIONS.difference(keywords)  # Adam takes decoupled_weight_decay itself
 
     def with_constants(self, constants: Constants) -> RowReader:
         """Return a reader for parameters of the same group with other constants."""
@@ -79,7 +80,7 @@ class RowReader:
         if numbers:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
         own = None
-        if self._has_own or group.keys() & OWN_OPTIONS or rule.max_grad_norm_per_parameter is not None:
+        if self._has_own or not self._options.isdisjoint(group) or rule.max_grad_norm_per_parameter is not None:
             own = rule.own_scalars(group, step)
             if tuple(own) != variant.own_scalars or bool(group.get("cautious")) != variant.cautious:
                 return None
