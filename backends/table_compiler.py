@@ -46,7 +46,8 @@ def compile_table(signature: Signature) -> TableUnit:
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
     lists, row_lists = len(signature.dtypes), signature.program.row_lists
-    source = write_source(made.recordings, lists, row_lists, made.carries, scalars, made.sums, dtype)
+    has_blocks = signature.program.has_blocks
+    source = write_source(made.recordings, lists, row_lists, made.carries, scalars, made.sums, dtype, has_blocks)
     library, module = libraries.build_and_load(source)
     about = {"sums": made.sums, "passes": made.passes, "carries": made.carries, "kernels": made.kernels}
     unit = _unit(module, about)

@@ -74,7 +74,7 @@ def compile_passes(
         decomposed = part.program.reduces or not part.device.startswith("cpu")
         traced = trace(part, hint=hint, decompose_foreach=decomposed, carries=carried, bounds=bounds)
         with lazy_kernels():
-            run, count = lower(traced.module, traced.examples, {**options, **_graph_pass(graph_pass, traced)})
+            run, count = lower(traced.module, traced.examples, {**options, **_graph_pass(graph_pass, part, traced)})
         recordings[name] = _record(part, generated_function(run), form, traced.inputs)
         kernels += count
     return CompiledPasses(recordings, kernels, count_unit_sums(signature), count_carries(recordings.values()))
@@ -113,10 +113,14 @@ def count_unit_sums(signature: Signature) -> int:
     return count_sums(program, signature.rank) if program.reduces else 0
 
 
-def _graph_pass(name: str, traced: TracedGraph) -> dict[str, Any]:
-    """Return the setting that applies a graph pass of ``two_passes``. Importing it imports Inductor."""
+def _graph_pass(name: str, signature: Signature, traced: TracedGraph) -> dict[str, Any]:
+    """Return the setting that applies a graph pass: of ``two_passes``, if it has a name. The import imports Inductor."""
     if not name:
-        return {}
+        if not signature.program.has_blocks or has_whole_blocks(signature):
+            return {}
+        from compiled_optim.backends.block_pass import KeepBlocks
+
+        return {"post_grad_custom_post_pass": KeepBlocks()}
     from compiled_optim.backends import two_passes
 
     if ("totals", 0) not in traced.inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from compiled_optim.backends import table_vectors as vectors
 from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.precompiled_header import HEADER
-from compiled_optim.backends.recording import CannotRecord, Extent, Pointer, Recording
+from compiled_optim.backends.recording import Argument, CannotRecord, Extent, Pointer, Recording
 from compiled_optim.backends.table_passes import MEASURE, UPDATE
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
@@ -41,6 +41,16 @@ static char* scratch_memory(int64_t bytes) {
 }
 """
 
+PARTS = """
+// a few blocks at a time, so that the temporaries stay in the first-level cache
+static void {name}({parameters}) {{
+    constexpr int64_t BLOCKS = 8;
+    for (int64_t done = 0; done < size0; done += BLOCKS)
+        {name}_part(pointers, scalars, inv_scale, grad_scale, totals, sums, row + done, first + done * size1,
+                    std::min(BLOCKS, size0 - done), size1);
+}}
+"""
+
 PARAMETERS = (
     "void* const* pointers, const Scalar* scalars, const Scalar* inv_scale, const Scalar* grad_scale, double* totals, "
     "double* sums, int64_t row, int64_t first, int64_t size0, int64_t size1"
@@ -55,6 +65,7 @@ def write_source(
     scalars: int,
     sums: int,
     dtype: torch.dtype,
+    has_blocks: bool = False,
 ) -> str:
     """Return the source of a unit.
 
@@ -66,8 +77,13 @@ def write_source(
         scalars: the number of values in a row.
         sums: the number of sums over each tensor.
         dtype: the dtype of the scalars.
+        has_blocks: whether the rows are blocks, of few elements.
     """
-    kernels = [_pass_source(name, passes[name], row_lists) for name in (MEASURE, UPDATE) if name in passes]
+    kernels = [
+        _pass_source(name, passes[name], row_lists, has_blocks and name == UPDATE)
+        for name in (MEASURE, UPDATE)
+        if name in passes
+    ]
     constants = {"LISTS": lists, "POINTERS": lists + carries, "WIDTH": scalars, "SUMS": sums}
     parts = [
         HEADERS,
@@ -88,8 +104,8 @@ def _driver() -> str:
     return DRIVER.read_text()
 
 
-def _pass_source(name: str, recording: Recording, row_lists: Collection[int]) -> str:
-    """Return the kernels of a pass, and a function that calls them on one chunk of one tensor."""
+def _pass_source(name: str, recording: Recording, row_lists: Collection[int], in_parts: bool) -> str:
+    """Return the kernels of a pass, and a function that calls them on one chunk of one tensor, or on its parts."""
     output = recording.output
     if output is not None and recording.temporaries[output].dtype != torch.float64:
         raise CannotRecord("its sums are not float64")
@@ -99,14 +115,34 @@ def _pass_source(name: str, recording: Recording, row_lists: Collection[int]) ->
         source, found = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {kernel}(", call.source)
         if found != 1:
             raise CannotRecord(f"its C++ source has {found} functions named kernel")
-        kernels.append(vectors.improve(source))
+        kernels.append(_with_own_memory(vectors.improve(source), call.arguments))
         arguments = [
             _size(argument) if isinstance(argument, Extent) else _pointer(recording, kind, argument, row_lists)
             for kind, argument in zip(call.types, call.arguments, strict=True)
         ]
         calls.append(f"    {kernel}({', '.join(arguments)});")
     body = [*_temporaries(recording), *calls]
-    return "\n".join([*kernels, f"static void {name}({PARAMETERS}) {{", *body, "}"])
+    if not in_parts:
+        return "\n".join([*kernels, f"static void {name}({PARAMETERS}) {{", *body, "}"])
+    parts = PARTS.format(name=name, parameters=PARAMETERS)
+    return "\n".join([*kernels, f"static void {name}_part({PARAMETERS}) {{", *body, "}", parts])
+
+
+def _with_own_memory(source: str, arguments: Sequence[Argument]) -> str:
+    """Tell the compiler which pointers of a kernel point to memory that no other pointer can write to.
+
+    It then computes what depends on scalars only once, and not again after each store. It cannot be told so of
+    parameters, gradients and states: they are the user's, and may overlap.
+    """
+    memory = [argument.temporary if isinstance(argument, Pointer) else argument for argument in arguments]
+    head, opening, rest = source.partition("(")
+    parameters, closing, body = rest.partition(")")
+    declared = parameters.split(",")
+    for i, argument in enumerate(arguments):
+        is_ours = isinstance(argument, Pointer) or isinstance(argument[0], str)
+        if is_ours and memory.count(memory[i]) == 1:
+            declared[i] = declared[i].replace("*", "* __restrict__", 1)
+    return "".join([head, opening, ",".join(declared), closing, body])
 
 
 def _temporaries(recording: Recording) -> list[str]:

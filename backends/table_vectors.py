@@ -1,9 +1,10 @@
-"""Faster forms of three operations on vectors in Inductor's C++ code, for tensors of fewer than 32 bits.
+"""Faster forms of five operations on vectors in Inductor's C++ code, for tensors of fewer than 32 bits.
 
 Inductor computes in vectors of as many elements as a vector has floats. So a vector of bfloat16 numbers or of bytes is
 loaded and stored in part, which Vectorized does with a mask. A load waits for a masked store that it overlaps, and the
-next part always does. Inductor casts the bits of a vector element by element, through memory. A pattern that another
-version of torch writes differently is left as it is.
+next part always does. Inductor casts the bits of a vector element by element, through memory, and so does Vectorized
+convert integers to bytes and find the largest of the integers of a vector. A pattern that another version of torch
+writes differently is left as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import re
 
 HELPERS = """
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 #include <immintrin.h>
@@ -57,6 +60,34 @@ static inline at::vec::Vectorized<To> cast_bits(const at::vec::Vectorized<From>&
     std::memcpy(&to, &from, sizeof(to));
     return to;
 }
+template <typename To, typename From, int N>
+static inline at::vec::VectorizedN<To, N> cast_bits(const at::vec::VectorizedN<From, N>& from) {
+    at::vec::VectorizedN<To, N> to;
+    for (int i = 0; i < N; i++) to[i] = cast_bits<To>(from[i]);
+    return to;
+}
+
+// the lowest bytes of integers
+template <typename Vector>
+static inline at::vec::Vectorized<uint8_t> to_bytes(const Vector& from) {
+    return at::vec::convert<uint8_t>(from);
+}
+#if defined(CPU_CAPABILITY_AVX512)
+static inline at::vec::Vectorized<uint8_t> to_bytes(const at::vec::Vectorized<int32_t>& from) {
+    return _mm512_castsi128_si512(_mm512_cvtepi32_epi8(from));
+}
+#endif
+
+// the largest of the integers of a vector
+static inline int32_t largest_of(const at::vec::Vectorized<int32_t>& from) {
+#if defined(CPU_CAPABILITY_AVX512)
+    return _mm512_reduce_max_epi32(from);
+#else
+    int32_t values[at::vec::Vectorized<int32_t>::size()];
+    from.store(values);
+    return *std::max_element(std::begin(values), std::end(values));
+#endif
+}
 """
 
 _COUNT = r"static_cast<int64_t>\((?P<count>\d+)\)"
@@ -68,18 +99,26 @@ _CAST = re.compile(
     r"\s*__at_align__ std::array<(?P<to>\w+), (?P=count)> tmpbuf_out;"
     r"\s*for \(int i = 0; i < static_cast<int64_t>\((?P=count)\); i\+\+\)"
     r"\s*\{\s*tmpbuf_out\[i\] = c10::bit_cast<(?P=to)>\(tmpbuf0\[i\]\);\s*\}"
-    r"\s*return at::vec::Vectorized<(?P=to)>::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\((?P=count)\)\);"
+    r"\s*return\s+at::vec::Vectorized(?:N)?<(?P=to)(?:, \d+)?>"
+    r"::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\((?P=count)\)\);"
     r"\s*\}\s*\(\)"
+)
+_INTEGERS = r"at::vec::Vectorized<int32_t>"
+_LARGEST = re.compile(
+    rf"at::vec::vec_reduce_all<int32_t, 1>\(\[\]\({_INTEGERS}& x, {_INTEGERS}& y\) "
+    r"\{ return at::vec::maximum\(x, y\); \}, (?P<value>\w+)\)"
 )
 
 
 def uses_helpers(source: str) -> bool:
     """Return True if a source needs HELPERS."""
-    return any(name in source for name in ("load_part<", "store_part<", "cast_bits<"))
+    return any(name in source for name in ("load_part<", "store_part<", "cast_bits<", "to_bytes(", "largest_of("))
 
 
 def improve(source: str) -> str:
     """Return the source of a kernel with the faster forms."""
-    source = _CAST.sub(r"cast_bits<\g<to>, \g<from>>(\g<value>)", source)
+    source = _CAST.sub(r"cast_bits<\g<to>>(\g<value>)", source)
+    source = source.replace("at::vec::convert<uint8_t>(", "to_bytes(")
+    source = _LARGEST.sub(r"largest_of(\g<value>)", source)
     source = _LOAD.sub(r"load_part<\g<type>, \g<count>>(\g<from>);", source)
     return _STORE.sub(r"store_part<\g<count>>(\g<value>, \g<to>);", source)

@@ -17,8 +17,8 @@ from torch import Tensor
 from compiled_optim.tensors import Number
 
 # odd numbers, as 32-bit integers, from published integer hashes (Knuth's multiplicative hash, murmur3, lowbias32)
-_OF_GRAD, _OF_PARAM, _MIX = -1640531535, -2048144789, -1028477387
-_OF_PLACE = (2146121005, -2073254261, 668265263, 374761393, -1274126177, 1103515245, -1757159915, 1540483477)
+_OF_GRAD = -1640531535
+_MULTIPLIERS = (-1028477387, 2146121005, -2073254261, 668265263)
 
 SEED_BITS = 24
 """The number of bits of a seed. A float32 holds such a number exactly."""
@@ -43,9 +43,17 @@ class Noise:
         self._hashes = [_hash(grad, param, number) for grad, param in zip(grads, params, strict=True)]
 
     def bits(self, place: int, count: int) -> list[Tensor]:
-        """Return ``count`` random bits for each element, as non-negative int32 tensors; others for each ``place``."""
-        mask, multiplier = (1 << count) - 1, _OF_PLACE[place % len(_OF_PLACE)]
-        return [(value * multiplier >> (31 - count)) & mask for value in self._hashes]
+        """Return random bits for each element, as non-negative int32 tensors; others for each ``place``.
+
+        The numbers have ``count`` bits, of which the highest 16 are random and the others are 0.
+        """
+        word, is_low = divmod(place, 2)
+        mask = 0xFFFF << (count - 16)
+        words = [value * _MULTIPLIERS[word % len(_MULTIPLIERS)] for value in self._hashes]
+        if not is_low:
+            return [(value >> (32 - count)) & mask for value in words]
+        # the low bits of a product depend on few bits of its factors, so high bits are added
+        return [((value ^ (value >> 15)) << (count - 16)) & mask for value in words]
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -54,6 +62,5 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def _hash(grad: Tensor, param: Tensor, seed: Tensor | int) -> Tensor:
-    mixed = bits_of(grad) * _OF_GRAD + bits_of(param) * _OF_PARAM + seed
-    mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * _MIX
-    return mixed ^ ((mixed >> 15) & 0x1FFFF)
+    mixed = bits_of(grad) * _OF_GRAD + bits_of(param) + seed
+    return mixed ^ (mixed >> 16)

@@ -315,8 +315,10 @@ class UpdateProgram:
             mask_update(given, grads, all_reduce)
         if average is not None:
             average.ema_(params, decay)
-        for place, (storage, each, extra) in enumerate(zip(storages, kept, own, strict=True)):
-            storage.store(each, extra, (params, *states)[place], noise, place)
+        place = 0
+        for storage, each, extra, result in zip(storages, kept, own, (params, *states), strict=True):
+            storage.store(each, extra, result, noise, place)
+            place += storage.uses_noise
 
     def _list_type(self, arguments: Arguments) -> Callable[[Iterable[Tensor]], Tensors]:
         """Return the function that makes the lists that the rule works on."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.noise import Noise, bits_of
-from compiled_optim.quantization import decode, dropped_bits, encode, scales_of, share_of, spread
+from compiled_optim.quantization import decode, dropped_bits, encode, scales_of
 from compiled_optim.tensors import Tensors
 
 Companions = Sequence[list[Tensor]]
@@ -154,7 +154,7 @@ class Quantized(Storage):
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the numbers that the codes stand for."""
         pairs = zip(kept, companions[0], strict=True)
-        return Tensors((decode(codes, self.signed) * spread(scales, codes)).to(dtype) for codes, scales in pairs)
+        return Tensors(decode(codes, scales, self.signed).to(dtype) for codes, scales in pairs)
 
     def store(
         self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
@@ -166,7 +166,7 @@ class Quantized(Storage):
         values = [value.to(torch.float32) for value in result]
         scales = [scales_of(value, self.signed) for value in values]
         for codes, value, own, random in zip(kept, values, scales, bits, strict=True):
-            codes.copy_(encode(share_of(value, own), random, self.signed))
+            codes.copy_(encode(value, own, random, self.signed))
         torch._foreach_copy_(companions[0], scales)
 
 

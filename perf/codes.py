@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 import compiled_optim as co
-from compiled_optim.quantization import decode, encode, scales_of, share_of
+from compiled_optim.quantization import BLOCK, decode, encode, scales_of
 from perf.convergence import loss_of
 from perf.learning_tasks import TASKS
 
@@ -27,14 +27,20 @@ Code = Callable[[Tensor], Tensor]
 CODES: dict[str, dict[str, Code]] = {
     "exp_avg": {
         "equal steps": lambda share: (share * 127).round() / 127,
-        "floating point (ours)": lambda share: decode(encode(share, None, True), True),
+        "floating point (ours)": lambda share: _ours(share, signed=True),
     },
     "exp_avg_sq": {
         "equal steps": lambda share: (share * 255).round() / 255,
         "equal steps of the root": lambda share: ((share.sqrt() * 255).round() / 255).square(),
-        "floating point (ours)": lambda share: decode(encode(share, None, False), False),
+        "floating point (ours)": lambda share: _ours(share, signed=False),
     },
 }
+
+
+def _ours(share: Tensor, signed: bool) -> Tensor:
+    rows = share.view(-1, 1)
+    scales = scales_of(torch.ones_like(rows), signed)
+    return decode(encode(rows, scales, None, signed), scales, signed).view(-1)
 
 
 def trained_states() -> dict[str, Tensor]:
@@ -52,10 +58,10 @@ def trained_states() -> dict[str, Tensor]:
     return {name: torch.cat([values[name].flatten() for values in large]) for name in CODES}
 
 
-def errors(values: Tensor, code: Code, signed: bool) -> tuple[float, float, float]:
+def errors(values: Tensor, code: Code) -> tuple[float, float, float]:
     """Return the median relative error, its 99th percentile, and the share of elements that become zero."""
-    share = share_of(values, scales_of(values, signed))
-    share = share[values != 0]
+    values = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    share = (values / values.abs().amax(1, keepdim=True))[values != 0]
     found = code(share)
     relative = ((found - share) / share).abs().sort().values
     median, high = (float(relative[int(part * (len(relative) - 1))]) for part in (0.5, 0.99))
@@ -66,7 +72,7 @@ def main() -> None:
     """Print the table."""
     states = trained_states()
     rows = [
-        (name, label, *errors(states[name], code, name == "exp_avg"))
+        (name, label, *errors(states[name], code))
         for name, codes in CODES.items()
         for label, code in codes.items()
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_optim.noise import Noise, step_seed
-from compiled_optim.quantization import decode, dropped_bits, encode, scales_of, share_of, spread
+from compiled_optim.quantization import decode, dropped_bits, encode, scales_of
 from compiled_optim.storage import Compensated, Direct, MasterWeights, Rounded, compute_dtype, round_to, storage_for
 from compiled_optim.tensors import Tensors
 
@@ -101,25 +101,24 @@ def test_codes_are_close_relative_to_each_element(signed, size):
     values = torch.exp2(12 * torch.rand(size, generator=generator) - 14)
     values = values * torch.randn(size, generator=generator).sign() if signed else values
     scales = scales_of(values, signed)
-    codes = encode(share_of(values, scales), None, signed)
-    again = decode(codes, signed) * spread(scales, codes)
+    codes = encode(values, scales, None, signed)
+    again = decode(codes, scales, signed)
     assert ((again - values) / values).abs().max() <= (1 / 16 if signed else 1 / 32)
     # what was decoded is encoded exactly, so checkpoints in float32 lose nothing
     assert torch.equal(scales_of(again, signed), scales)
-    assert torch.equal(encode(share_of(again, scales), None, signed), codes)
+    assert torch.equal(encode(again, scales, None, signed), codes)
 
 
 def test_small_second_moments_do_not_become_zero():
     values = torch.tensor([1.0, 1e-3, 1e-9, 0.0])
     scales = scales_of(values, False)
-    codes = encode(share_of(values, scales), None, False)
-    assert (decode(codes, False) * spread(scales, codes) > 0).all()
+    assert (decode(encode(values, scales, None, False), scales, False) > 0).all()
 
 
 def test_a_block_of_zeros_stays_zero():
     for signed in (True, False):
-        codes = encode(share_of(torch.zeros(130), torch.zeros(2)), None, signed)
-        assert not (decode(codes, signed) * spread(torch.zeros(2), codes)).any()
+        values, scales = torch.zeros(130), torch.zeros(2)
+        assert not decode(encode(values, scales, None, signed), scales, signed).any()
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -128,7 +127,8 @@ def test_codes_have_no_bias(signed):
     scales, total, steps = scales_of(values, signed), 0.0, 3000
     for step in range(steps):
         noise = Noise([values], [values], float(step_seed(1, step)))
-        total = total + decode(encode(share_of(values, scales), noise.bits(0, dropped_bits(signed))[0], signed), signed)
+        bits = noise.bits(0, dropped_bits(signed))[0]
+        total = total + decode(encode(values, scales, bits, signed), scales, signed)
     step_size = values.abs() / (8 if signed else 16)
     assert ((total / steps - values).abs() <= 4 * 0.5 * step_size / steps**0.5 + 1e-6).all()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_optim.engine import layout
 from compiled_optim.engine.sharding import shard_like
 from compiled_optim.engine.tensor_types import local_shard
-from compiled_optim.quantization import decode, encode, scales_of, share_of, spread
+from compiled_optim.quantization import decode, encode, scales_of
 from compiled_optim.storage import Compensated, MasterWeights, Quantized
 
 (SCALE,) = Quantized.companions
@@ -33,9 +33,8 @@ def is_quantized(values: Mapping[str, Any], name: str) -> bool:
 def dequantize(codes: Tensor, scales: Tensor, signed: bool, rows: int) -> Tensor:
     """Return a state in float32, with the strides of its codes."""
     flat = layout.working_view(codes, rows)
-    numbers = decode(flat, signed) * spread(scales.to(codes.device), flat)
     made = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32, device=codes.device)
-    layout.working_view(made, rows).copy_(numbers)
+    layout.working_view(made, rows).copy_(decode(flat, scales.to(codes.device), signed))
     return made
 
 
@@ -45,7 +44,7 @@ def quantize(param: Tensor, values: Tensor, signed: bool, rows: int) -> tuple[Te
     scales = scales_of(flat, signed)
     strides = layout.working_strides(param, rows)
     codes = torch.empty_strided(param.shape, strides, dtype=torch.uint8, device=param.device)
-    layout.working_view(codes, rows).copy_(encode(share_of(flat, scales), None, signed))
+    layout.working_view(codes, rows).copy_(encode(flat, scales, None, signed))
     return codes, scales
 
 

@@ -176,8 +176,31 @@ def test_parts_of_vectors_are_not_masked():
     assert lines == [
         "auto tmp4 = load_part<at::BFloat16, 16>(ptr + static_cast<int64_t>(x0));",
         "auto tmp36 =",
-        "cast_bits<int32_t, float>(tmp13)",
+        "cast_bits<int32_t>(tmp13)",
         ";",
         "store_part<16>(tmp77, out + static_cast<int64_t>(x0));",
         "tmp78.store(out + static_cast<int64_t>(x0), static_cast<int64_t>(ks0 % 16L));",
     ]
+
+
+class Seen(Exception):
+    """Ends a step or a compilation that has shown what a test looks at."""
+
+
+def test_a_block_is_computed_once_and_without_slow_operations(monkeypatch):
+    """Else a step with 8-bit states takes twice as long."""
+
+    def seen(*arguments):
+        raise Seen(arguments[-1])
+
+    param = torch.nn.Parameter(torch.randn(64, 128))
+    param.grad = torch.randn_like(param)
+    monkeypatch.setattr(table_backend.TableBackend, "get_unit", seen)
+    with pytest.raises(Seen) as signature:
+        co.AdamW([param], state_dtype="8bit").step()
+    monkeypatch.setattr(table_compiler.libraries, "build_and_load", seen)
+    with pytest.raises(Seen) as source:
+        table_compiler.compile_table(signature.value.args[0])
+    kernels, _, _ = source.value.args[0].partition("static void update_part(")
+    assert "vec_reduce_all<int32_t" not in kernels
+    assert kernels.count("load_part<uint8_t") == 2  # the codes of each moment are read once
