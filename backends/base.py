@@ -42,7 +42,8 @@ class Availability(NamedTuple):
 class Lane(NamedTuple):
     """The form of a call: the variant of the code, and the largest number of tensors (0 for any number).
 
-    ``shapes`` are the shapes of the tensors if they are compiled in, else empty.
+    ``shapes`` are the shapes of the tensors if they are compiled in, else empty. A lane of the CPU or of CUDA takes any
+    size in the first dimension, and the first size in its ``shapes`` has no meaning.
     """
 
     kind: str
@@ -189,7 +190,10 @@ class Unit(ABC):
 
 
 class BoundCall(NamedTuple):
-    """A unit bound to memory: ``pick`` selects its gradients from those of the batch, ``call`` runs it on them."""
+    """A unit bound to memory: ``pick`` selects its gradients from those of the batch, ``call`` runs it on them.
+
+    ``pick`` may also return all gradients, with None in place of those that are not for this unit.
+    """
 
     unit: Unit
     signature: Signature
@@ -227,7 +231,8 @@ class BoundBatch:
         updated = [False] * tensors
         for call, before, now in zip(self.calls, runs, self.runs, strict=True):
             for i in call.pick(range(tensors)) if now != before else ():
-                updated[i] = True
+                if i is not None:
+                    updated[i] = True
         return updated
 
 

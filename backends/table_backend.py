@@ -7,9 +7,10 @@ unit serves every model. If the generated code does not fit the driver, the tens
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
 from compiled_optim.program import Result, TensorLists
 
 TABLE = Lane("table", 1)
+
+MATRIX_RANK = 3
+"""The number of dimensions of a stack of matrices."""
+
+SMALL_MATRIX = 16
+"""The largest number of elements of a matrix whose size is compiled in."""
 
 
 class TableBackend(Backend):
@@ -70,25 +77,29 @@ class TableBackend(Backend):
         return disk_cache.contains(signature, self.settings(signature))
 
     def units(self, batch: Batch) -> list[UnitCall]:
-        """Return one call for all tensors."""
+        """Return one call for all tensors, or several for matrices: one for each size of small ones."""
         rank = 2 if batch.program.has_blocks else len(batch.shapes[0])
         arguments = tuple(
             # a unit takes the totals of one tensor
             spec._replace(shape=spec.shape[:1]) if spec.name == "totals" else spec
             for spec in batch.arguments
         )
-        signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, TABLE)
-        return [UnitCall(signature, range(len(batch.shapes)))]
+        return [
+            UnitCall(Signature(batch.program, batch.device, rank, batch.dtypes, arguments, lane), indices)
+            for lane, indices in _cut(batch).items()
+        ]
 
     def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
-        """Bind the unit to all tensors."""
-        ((signature, _),) = batch.calls
-        unit = self.get_unit(signature)
+        """Bind the unit of each call to all tensors. If there are several, each gets only the gradients of its own."""
         shapes = batch.shapes
         if batch.program.has_blocks:
             shapes = list(map(in_blocks, shapes))
-        call = unit.bind(shapes, lists, arguments)
-        return _OneCall(BoundCall(unit, signature, lambda grads: grads, call), batch.program.result)
+        calls = []
+        for signature, indices in batch.calls:
+            unit = self.get_unit(signature)
+            pick = partial(_only, frozenset(indices)) if len(batch.calls) > 1 else _all
+            calls.append(BoundCall(unit, signature, pick, unit.bind(shapes, lists, arguments)))
+        return BoundBatch(calls) if len(calls) > 1 else _OneCall(calls[0], batch.program.result)
 
     def compile(self, signature: Signature) -> Unit:
         """Load or compile a table unit. If the generated code does not fit, compile a unit for single tensors."""
@@ -112,6 +123,29 @@ class TableBackend(Backend):
             unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
             unit.limit = str(error)
             return unit
+
+
+def _cut(batch: Batch) -> dict[Lane, list[int]]:
+    """Return the lanes of a batch with their tensors.
+
+    A loop over a row of three elements takes longer than the elements do, so the sizes of small matrices are compiled
+    in. Convolutions have them in great number, but in few sizes.
+    """
+    lanes: dict[Lane, list[int]] = {}
+    for i, shape in enumerate(batch.shapes):
+        is_small = len(shape) == MATRIX_RANK and math.prod(shape[1:]) <= SMALL_MATRIX
+        cuts = is_small and batch.program.result is Result.NOTHING
+        lane = Lane(f"table {shape[1]}×{shape[2]}", 1, ((0, *shape[1:]),)) if cuts else TABLE
+        lanes.setdefault(lane, []).append(i)
+    return lanes
+
+
+def _all(grads: Sequence[Any]) -> Sequence[Any]:
+    return grads
+
+
+def _only(indices: Collection[int], grads: Sequence[Any]) -> list[Any]:
+    return [grad if i in indices else None for i, grad in enumerate(grads)]
 
 
 class _OneCall(BoundBatch):

@@ -114,7 +114,7 @@ def count_unit_sums(signature: Signature) -> int:
 
 
 def _graph_pass(name: str, signature: Signature, traced: TracedGraph) -> dict[str, Any]:
-    """Return the setting that applies a graph pass: of ``two_passes``, if it has a name. The import imports Inductor."""
+    """Return the setting that applies a graph pass, of ``two_passes`` if it has a name. This imports Inductor."""
     if not name:
         if not signature.program.has_blocks or has_whole_blocks(signature):
             return {}

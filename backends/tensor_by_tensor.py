@@ -14,7 +14,7 @@ from compiled_optim.backends import libraries
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Signature, Unit
 from compiled_optim.backends.graph import Graph
 from compiled_optim.backends.inductor import NO_ASSERTS, lower
-from compiled_optim.backends.tracing import trace, unit_sum_dtype
+from compiled_optim.backends.tracing import compiled_sizes, trace, unit_sum_dtype
 from compiled_optim.backends.verification import ExampleArguments, agrees, disagreement
 from compiled_optim.program import Program, TensorLists
 
@@ -86,7 +86,7 @@ def compile_tensor_by_tensor(signature: Signature, sums: int) -> Unit:
     run, kernels = lower(traced.module, traced.examples, {**OPTIONS, **libraries.cache_options()})
     graph = Graph(run, traced.inputs, kernels)
     for size in (37, 1):
-        shape = (size, 5, 3)[: signature.rank]
+        shape = (size, *(compiled_sizes(signature) or (5, 3)[: signature.rank - 1]))
         if not agrees(signature, [shape], partial(_run_on, graph, shape, signature.device)):
             raise disagreement(signature)
     return TensorByTensorUnit(signature.program, graph, sums, unit_sum_dtype(signature), signature.device)

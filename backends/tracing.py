@@ -133,8 +133,15 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBoun
                 if bounds.largest is not None:
                     torch._check(size <= bounds.largest)  # type: ignore[no-untyped-call]
                 shape_env.var_to_hint_override[size.node.expr] = size_hint
-            shapes.append((*sizes[:1], BLOCK) if has_whole_blocks(signature) else tuple(sizes))
+            shapes.append((*sizes[:1], *compiled_sizes(signature)) if compiled_sizes(signature) else tuple(sizes))
     return shapes
+
+
+def compiled_sizes(signature: Signature) -> Shape:
+    """Return the sizes of all dimensions but the first, if they are compiled in, else an empty tuple."""
+    if has_whole_blocks(signature):
+        return (BLOCK,)
+    return signature.lane.shapes[0][1:] if signature.lane.shapes else ()
 
 
 def has_whole_blocks(signature: Signature) -> bool:

@@ -72,9 +72,7 @@ def main() -> None:
     """Print the table."""
     states = trained_states()
     rows = [
-        (name, label, *errors(states[name], code))
-        for name, codes in CODES.items()
-        for label, code in codes.items()
+        (name, label, *errors(states[name], code)) for name, codes in CODES.items() for label, code in codes.items()
     ]
     headers = ("state", "code", "median relative error", "99th percentile", "become zero")
     print(tabulate(rows, headers, floatfmt=("", "", ".1%", ".1%", ".2%")))

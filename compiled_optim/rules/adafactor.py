@@ -133,9 +133,15 @@ class Adafactor(Optimizer):
         p -= u
 
 
+FEW = 16
+"""Up to so many numbers are added in their own dtype."""
+
+
 def mean(dim: int, tensor: Tensor) -> Tensor:
     """Return the means over a dimension, which stays with the size 1."""
-    return materialize((tensor.sum(dim, keepdim=True, dtype=sum_dtype(tensor)) / tensor.shape[dim]).to(tensor.dtype))
+    size = tensor.shape[dim]
+    dtype = tensor.dtype if isinstance(size, int) and size <= FEW else sum_dtype(tensor)
+    return materialize((tensor.sum(dim, keepdim=True, dtype=dtype) / size).to(tensor.dtype))
 
 
 def at_least(limit: Number, tensor: Tensor) -> Tensor:
