@@ -183,6 +183,28 @@ def test_parts_of_vectors_are_not_masked():
     ]
 
 
+def test_numbers_that_are_rounded_already_are_not_rounded_again():
+    kernel = """
+        auto tmp61 = static_cast<int32_t>(-65536);
+        auto tmp62 = at::vec::VectorizedN<int32_t,2>(tmp61);
+        auto tmp63 = tmp60 & tmp62;
+        auto tmp64 =
+        cast_bits<float>(tmp63)
+        ;
+        auto tmp65 = at::vec::convert<at::BFloat16,1,float,2>(tmp64);
+        auto tmp66 = at::vec::convert<at::BFloat16,1,float,2>(tmp51);
+        auto tmp64 = tmp1 + tmp2;
+        auto tmp67 = at::vec::convert<at::BFloat16>(tmp64);
+    """
+    found = [line.split(" = ")[1] for line in table_vectors.improve(kernel).splitlines() if " = " in line][-4:]
+    assert found == [
+        "upper_halves(tmp64);",
+        "at::vec::convert<at::BFloat16,1,float,2>(tmp51);",
+        "tmp1 + tmp2;",
+        "at::vec::convert<at::BFloat16>(tmp64);",
+    ]
+
+
 class Seen(Exception):
     """Ends a step or a compilation that has shown what a test looks at."""
 
