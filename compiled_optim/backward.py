@@ -1,8 +1,9 @@
 """Step each parameter during backward, as soon as its gradient is complete, and free the gradient.
 
 autograd calls a hook of each parameter after its gradient is accumulated. Parameters are collected until their
-gradients take as much memory as the largest parameter, and are then stepped in one call. What is left is stepped at the
-end of backward. An iteration consists of one such backward and one ``optimizer.step()``, which ends it.
+gradients take as much memory as the largest parameter, or as one of CALLS equal parts of all of them, and are then
+stepped in one call. What is left is stepped at the end of backward. An iteration consists of one such backward and one
+``optimizer.step()``, which ends it.
 
 Limit: hooks stay on the parameters as long as the optimizer exists, or until another optimizer takes them over.
 """
@@ -26,6 +27,9 @@ Step = Callable[[Collection[Tensor]], None]
 
 Names = Callable[[Sequence[Group]], Sequence[str]]
 """Returns the names of all parameters of some groups, for messages."""
+
+CALLS = 32
+"""Into how many parts the gradients may be divided. Each call checks all parameters, so its cost grows with them."""
 
 _hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The hook of each parameter. A parameter has at most one: that of the optimizer that was constructed last."""
@@ -66,7 +70,8 @@ class BackwardSteps:
             hook = param.register_post_accumulate_grad_hook
             _hooks[param] = hook(lambda param: _collect(own(), param))  # type: ignore[no-untyped-call]
         self._groups, self._params = groups, current
-        self._limit = max((param.nbytes for param in current), default=0)
+        sizes = [param.nbytes for param in current]
+        self._limit = max(*sizes, sum(sizes) // CALLS) if sizes else 0
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ both may be replaced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -95,7 +95,7 @@ class Stepper:
         state_was_accessed: bool,
         unscale: Tensor | None,
         found_inf: Tensor | None = None,
-        only: Container[Tensor] | None = None,
+        only: Collection[Tensor] | None = None,
     ) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
 
@@ -107,10 +107,12 @@ class Stepper:
         try:
             params = all_params(groups)
             plan, guard = self._plan, self._guard
-            if guard is None or guard.is_sharded or only is not None:
+            if guard is None or guard.is_sharded:
                 grads = self._collect_grads(params, groups, only)
-            else:
+            elif only is None:
                 grads = [param.grad for param in params]
+            else:
+                grads = guard.grads_of(only)
             if (
                 plan is None
                 or guard is None
@@ -119,6 +121,8 @@ class Stepper:
                 or not plan.refresh(groups)
                 or (state_was_accessed and not guard.state_holds(state))
             ):
+                if only is not None:  # the parameters may be in another order
+                    grads = self._collect_grads(params, groups, only)
                 if any(map(is_fake, (*params, *grads))):
                     return self._traced_step(groups, state, unscale, only)
                 make_plan = partial(self._make_plan, params, grads, groups, state, only)
@@ -257,7 +261,7 @@ class Stepper:
         self._memory.repointed.clear()
 
     def _collect_grads(
-        self, params: Sequence[Tensor], groups: Sequence[Group], only: Container[Tensor] | None
+        self, params: Sequence[Tensor], groups: Sequence[Group], only: Collection[Tensor] | None
     ) -> list[Tensor | None]:
         """Return the local gradients of all parameters; None for those that are not in ``only``."""
         grads = local_grads(params, lambda: self.tracker.names(groups))
@@ -271,7 +275,7 @@ class Stepper:
         grads: list[Tensor | None],
         groups: Sequence[Group],
         state: State,
-        only: Container[Tensor] | None,
+        only: Collection[Tensor] | None,
     ) -> tuple[Plan, list[Tensor | None]]:
         """Make a plan for the current parameters and gradients; return it with the local gradients."""
         # only if needed, because it may be a collective operation
@@ -293,7 +297,7 @@ class Stepper:
         return plan, grads
 
     def _traced_step(
-        self, groups: Sequence[Group], state: State, unscale: Tensor | None, only: Container[Tensor] | None
+        self, groups: Sequence[Group], state: State, unscale: Tensor | None, only: Collection[Tensor] | None
     ) -> Tensor | None:
         """Run the eager formula, on FakeTensors or for a mode that records operations. No plan is kept.
 

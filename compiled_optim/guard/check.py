@@ -11,7 +11,7 @@ checked until user code has accessed them; only step counts are compared in ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
 from operator import is_
@@ -60,6 +60,7 @@ class Guard:
         self.is_sharded = has_dtensor(bound_params)
         self._all_bound = len(bound_params) == len(params)
         self._params = list(params)
+        self._places: dict[int, int] | None = None
         self._bound_params = list(bound_params)
         bound = self._local_params()
         self._same_params = same_memory_check(bound)
@@ -92,6 +93,17 @@ class Guard:
             self._stand_ins = [None if like is None else like.detach() for like in self._skippable]
         filled = [stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)]
         return Match.SOME if self._check_metadata([*bound, *filled]) else Match.NONE
+
+    def grads_of(self, some: Iterable[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of these parameters, and None for the others of the plan."""
+        grads: list[Tensor | None] = [None] * len(self._params)
+        if self._places is None:
+            self._places = {id(param): i for i, param in enumerate(self._params)}
+        for param in some:
+            place = self._places.get(id(param))
+            if place is not None:  # else the parameters have changed, which match() will find
+                grads[place] = param.grad
+        return grads
 
     def state_holds(self, state: Mapping[Any, Any]) -> bool:
         """Return True if the states are the objects of the plan, in the same memory."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compiled_optim as co
+from compiled_optim.backward import BackwardSteps
 from tests.helpers import assert_same_state
 
 STEPS = 4
@@ -112,6 +113,19 @@ def test_accumulation(compiled):
     for param, expected in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param, expected, rtol=2e-6, atol=1e-7)
     assert optimizer.state[net.rare.weight]["step"] == 2
+
+
+def test_the_number_of_calls_does_not_grow_with_the_model(monkeypatch):
+    """Each call checks all parameters, so a call for each parameter would take quadratic time."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(300)]
+    optimizer = co.SGD(params, lr=1.0, in_backward=True, compile=False)
+    calls, flush = [], BackwardSteps._flush
+    monkeypatch.setattr(BackwardSteps, "_flush", lambda self, given: (calls.append(len(given)), flush(self, given)))
+    torch.stack(params).sum().backward()
+    optimizer.step()
+    assert sum(calls) == len(params)
+    assert len([count for count in calls if count]) <= 40
+    assert all(torch.equal(param, torch.zeros(3)) for param in params)
 
 
 def test_accumulate_without_in_backward():
