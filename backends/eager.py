@@ -12,8 +12,10 @@ from torch import Tensor
 
 from compiled_optim.backends.base import Availability, BoundArguments, Call, Lane, Shape, Signature, Unit
 from compiled_optim.backends.lanes import LaneBackend
-from compiled_optim.program import Arguments, Phase, Program, TensorLists, UpdateProgram, count_sums
+from compiled_optim.program import Arguments, Program, TensorLists
+from compiled_optim.program_checks import count_sums
 from compiled_optim.tensors import MAX_PIECE
+from compiled_optim.update_program import Phase, UpdateProgram
 
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 

@@ -17,8 +17,10 @@ from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.backends.inductor import generated_function, lazy_kernels, lower
 from compiled_optim.backends.recording import CannotRecord, Recording, WrapperForm, record
 from compiled_optim.backends.tracing import SizeBounds, TracedGraph, has_whole_blocks, trace, unit_sum_dtype
-from compiled_optim.program import Phase, Result, UpdateProgram, count_sums, is_elementwise
+from compiled_optim.program import Result
+from compiled_optim.program_checks import count_sums, is_elementwise
 from compiled_optim.quantization import BLOCK
+from compiled_optim.update_program import Phase, UpdateProgram
 
 MEASURE, UPDATE = "measure", "update"
 """The names of the passes: the first computes sums, the second updates."""

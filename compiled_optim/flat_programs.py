@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from compiled_optim.program import UpdateProgram, count_sums, example_arguments
+from compiled_optim.program_checks import count_sums, example_arguments
+from compiled_optim.update_program import UpdateProgram
 
 WIDTH = 4
 ROWS = {"first": 3, "second": 4, "padding": 1, "third": 2}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, overload
 
@@ -324,7 +324,7 @@ class Optimizer(SavedOptimizer):
         steps.end_iteration()
         self._stepper.advance(self.param_groups)
 
-    def _update(self, only: Container[Tensor] | None = None) -> None:
+    def _update(self, only: Collection[Tensor] | None = None) -> None:
         stepper, unscale, found_inf = self._stepper, None, None
         if only is not None:
             self.before_step(self.param_groups)

@@ -7,7 +7,7 @@ import torch
 
 import compiled_optim as co
 from catalog import CATALOG
-from compiled_optim.program import is_elementwise
+from compiled_optim.program_checks import is_elementwise
 
 
 class MixesElements(co.Optimizer):

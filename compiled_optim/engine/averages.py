@@ -13,8 +13,8 @@ from compiled_optim.engine.states import State
 from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.engine.stored_states import COMPANIONS, COMPENSATION, MASTER
 from compiled_optim.engine.tensor_types import local_shard
-from compiled_optim.program import EMA, EMA_DECAY
 from compiled_optim.storage import compute_dtype
+from compiled_optim.update_program import EMA, EMA_DECAY
 
 
 def needs_step_counts(group: Group) -> bool:

@@ -21,9 +21,11 @@ from compiled_optim.engine.sharding import ShardSpec, check_supported
 from compiled_optim.engine.storage_options import EIGHT_BIT, KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
 from compiled_optim.flat_programs import takes_matrix, works_flat
-from compiled_optim.program import Phase, SquaredNormProgram, UpdateProgram, count_sums
+from compiled_optim.program import SquaredNormProgram
+from compiled_optim.program_checks import count_sums
 from compiled_optim.storage import compute_dtype
 from compiled_optim.tensors import sum_dtype
+from compiled_optim.update_program import Phase, UpdateProgram
 
 MATRIX_ELEMENTS = 1 << 26
 """The largest number of elements in a bucket of a rule that maps matrices: it keeps a copy of them."""

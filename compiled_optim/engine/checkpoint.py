@@ -22,8 +22,8 @@ from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.states import check_state_fits
 from compiled_optim.engine.storage_options import KEYS as STORAGE_KEYS
 from compiled_optim.engine.stored_states import COMPANIONS, SCALE, is_quantized
-from compiled_optim.program import EMA
 from compiled_optim.storage import compute_dtype
+from compiled_optim.update_program import EMA
 
 REMEDY = "load the checkpoint that belongs to this optimizer and model"
 

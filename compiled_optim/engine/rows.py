@@ -15,7 +15,7 @@ from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
 from compiled_optim.engine.rule import DECOUPLED, DTYPE_EPS, Constants, Group, Rule, by_name, declaration
 from compiled_optim.engine.storage_options import KEYS
-from compiled_optim.program import EMA_DECAY, SHRINK
+from compiled_optim.update_program import EMA_DECAY, SHRINK
 
 OWN_OPTIONS = frozenset({*KEYS, EMA_DECAY, DECOUPLED, "cautious"})
 """The keys of groups for options that every optimizer has."""

@@ -21,7 +21,7 @@ from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.noise import step_seed
-from compiled_optim.program import (
+from compiled_optim.update_program import (
     ALL_REDUCE,
     EMA,
     EMA_DECAY,

@@ -26,8 +26,9 @@ from compiled_optim.engine.sharding import check_supported
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
-from compiled_optim.program import EMA, Arguments, UpdateProgram, takes_all_reduce, takes_matrices
+from compiled_optim.program import Arguments
 from compiled_optim.torch_private import TorchDispatchMode
+from compiled_optim.update_program import EMA, UpdateProgram, takes_all_reduce, takes_matrices
 
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
 NUMBER = "keep it a 0-dim tensor; numbers known before the step are returned by derived()"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, as_dtensor, has_dtensor, is_dtensor, is_wrapper, local_shard
-from compiled_optim.program import UpdateProgram, count_sums, is_elementwise
+from compiled_optim.program_checks import count_sums, is_elementwise
+from compiled_optim.update_program import UpdateProgram
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,8 +18,8 @@ from compiled_optim.engine.storage_options import USUAL, Formats
 from compiled_optim.engine.stored_states import COMPANIONS, MASTER, SCALE, dequantize, is_quantized, quantize
 from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.modes import outside_of_modes
-from compiled_optim.program import EMA, UpdateProgram
 from compiled_optim.storage import Quantized, compute_dtype
+from compiled_optim.update_program import EMA, UpdateProgram
 
 State = dict[Tensor, Any]
 """``optimizer.state``: for each parameter a dict of its states by name."""

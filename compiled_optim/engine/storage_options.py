@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.program import EMA, UpdateProgram
 from compiled_optim.quantization import BLOCK, blocks
 from compiled_optim.storage import (
     LOW_PRECISION,
@@ -22,6 +21,7 @@ from compiled_optim.storage import (
     compute_dtype,
     storage_for,
 )
+from compiled_optim.update_program import EMA, UpdateProgram
 
 EIGHT_BIT: Literal["8bit"] = "8bit"
 QUANTIZED_FROM = 4096

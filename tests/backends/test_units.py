@@ -25,8 +25,9 @@ from compiled_optim.backends import (
 )
 from compiled_optim.backends import get as get_backend
 from compiled_optim.errors import BackendUnavailableError
-from compiled_optim.program import Arguments, Phase, SquaredNormProgram, UpdateProgram
+from compiled_optim.program import Arguments, SquaredNormProgram
 from compiled_optim.storage import Direct, Rounded
+from compiled_optim.update_program import Phase, UpdateProgram
 from tests.helpers import assert_close, copies, distance, run_python
 
 

@@ -21,7 +21,7 @@ import torch
 
 from compiled_optim.backends import npu
 from compiled_optim.backends.staging import Buffer, Staging, bytes_of
-from compiled_optim.program import Phase
+from compiled_optim.update_program import Phase
 
 WHEEL = Path(os.environ.get("TORCH_NPU_WHEEL", Path(sys.prefix) / "torch_npu"))
 """Where the Makefile unpacks the wheel. It is not on the path: without CANN, torch_npu makes ``import torch`` fail."""

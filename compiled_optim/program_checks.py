@@ -1,0 +1,52 @@
+"""What an update rule does with the elements of a tensor, found by running it on small tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from compiled_optim.program import Arguments
+from compiled_optim.update_program import UpdateProgram
+
+
+@lru_cache(maxsize=256)
+def count_sums(program: UpdateProgram, rank: int) -> int:
+    """Return the number of sums that a rule computes over each tensor with ``rank`` dimensions; it is run once."""
+    program = program.plain
+    shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states)))
+    lists = [[torch.ones(shape, device="cpu")] for shape in shapes]
+    return len(program.measure(lists, example_arguments(program)))
+
+
+def example_arguments(program: UpdateProgram) -> Arguments:
+    """Return example arguments for a program: all ones, on the CPU, in float32."""
+    one = torch.ones((), device="cpu")
+    return Arguments(torch.ones(2 * len(program.scalars), device="cpu"), inv_scale=one, grad_scale=one)
+
+
+@lru_cache(maxsize=256)
+def is_elementwise(program: UpdateProgram, rank: int) -> bool:
+    """Return True if a rule computes the same on a tensor with ``rank`` dimensions and on its parts; it runs on both.
+
+    The parts consist of whole rows, because rowwise rules never get others.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def example(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+    program = program.plain
+    lists = [example(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
+    arguments = example_arguments(program)._replace(scalars=example(2 * len(program.scalars)) / 2)
+    whole = [[tensor.clone()] for tensor in lists]
+    parts = [[tensor[:2].clone(), tensor[2:].clone()] for tensor in lists]
+    program(whole, arguments)
+    program(parts, arguments)
+    return all(_agree(one, torch.cat(several)) for (one,), several in zip(whole, parts, strict=True))
+
+
+def _agree(whole: Tensor, parts: Tensor) -> bool:
+    """Return True if both results are the same. Random states may give NaN, but not everywhere: that shows nothing."""
+    return torch.allclose(whole, parts, rtol=1e-4, equal_nan=True) and not bool(whole.isnan().all())

@@ -1,0 +1,320 @@
+"""The program of an update rule: load tensors, prepare gradients, run the rule, store the results."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.cautious import Followed, follow, mask_update
+from compiled_optim.flat_tensors import FlatTensors, Segments
+from compiled_optim.locations import is_ours
+from compiled_optim.noise import Noise
+from compiled_optim.program import Arguments, Result, ScalarValues, TensorLists
+from compiled_optim.storage import Direct, Storage
+from compiled_optim.tensors import AllReduce, BlockTensors, Number, Scalar, Tensors, materialize
+
+ALL_REDUCE = "all_reduce"
+"""The keyword argument of a rule that sums over tensors."""
+
+MAP_MATRICES = "map_matrices"
+"""The keyword argument of a rule that maps whole matrices; see :class:`UpdateProgram`."""
+
+MAX_NORM, EMA_DECAY, SEED, SHRINK = "max_grad_norm_per_parameter", "ema_decay", "seed", "decoupled_shrink"
+"""Scalars that the program uses itself. The rule does not get them."""
+
+EMA = "ema"
+"""The state that holds the average of a parameter."""
+
+MapMatrices: TypeAlias = Callable[[Tensors], Tensors]
+"""Takes tensors of matrices, and returns the results of the map."""
+
+
+def _unchanged(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+class Phase(Enum):
+    """Which part of a rule a program runs; see :class:`UpdateProgram`."""
+
+    WHOLE = "whole"
+    MEASURE = "measure"
+    FINISH = "finish"
+    BOTH = "both"
+    PREPARE = "prepare"
+    APPLY = "apply"
+
+
+@dataclass(frozen=True)
+class UpdateProgram:
+    """An optimizer's update rule over ``[grads, params, *states, *companions]``.
+
+    The rule gets its tensors in ``dtype``, float32 or float64. ``storages``, one for the parameters and one for each
+    state, convert between ``dtype`` and memory. Without storages everything is kept in ``dtype``. ``companions`` are
+    the names of the further lists that storages keep, in the order of the storages. A storage that rounds
+    stochastically takes its random bits from the scalar SEED.
+
+    A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
+    them by ``grad_scale`` for its own use, after that. With the scalar MAX_NORM, the gradient of each tensor is clipped
+    by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters. With the
+    scalar SHRINK, parameters are multiplied by it before the rule. A ``cautious`` program masks the rule's update.
+
+    A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
+    twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
+    computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
+    the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
+
+    A rule that maps matrices passes tensors to its argument ``map_matrices``. It runs twice, with one more list at the
+    end. PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices in it
+    (``engine.matrices``). APPLY runs the rule again, and reads the results from the list. The phase WHOLE is only for
+    checks of a rule: its matrices stay as they are.
+
+    ``reduced`` are the numbers of the lists of states that have the size 1 in a dimension, and that dimension.
+
+    With ``segments``, each list has one tensor: a flat buffer of this many segments, as a matrix. With ``has_blocks``,
+    a unit sees 1-D tensors as 2-D ones, with a block of a quantised state in each row.
+    """
+
+    name: str = field(compare=False)
+    update: Callable[..., None]
+    states: tuple[str, ...]
+    scalars: tuple[str, ...]
+    flags: tuple[tuple[str, bool], ...]
+    scaled: bool
+    unscales: bool = False
+    dtype: torch.dtype = torch.float32
+    storages: tuple[Storage, ...] = ()
+    companions: tuple[str, ...] = ()
+    cautious: bool = False
+    reduced: tuple[tuple[int, int], ...] = ()
+    phase: Phase = Phase.WHOLE
+    segments: int = 0
+    has_blocks: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of all lists after the parameters: the states, then the companions."""
+        return (*self.states, *self.companions)
+
+    @property
+    def row_lists(self) -> tuple[int, ...]:
+        """The numbers of the companions that have a number for each row or block."""
+        by_rows = [storage.by_rows for storage in self.storages for _ in storage.companions]
+        first = 2 + len(self.states)
+        return tuple(first + i for i, is_by_rows in enumerate(by_rows) if is_by_rows)
+
+    def list_shape(self, number: int, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
+        if number in self.row_lists:
+            return tuple(shape[:1])
+        return reduced_shape(shape, dict(self.reduced).get(number))
+
+    @property
+    def plain(self) -> UpdateProgram:
+        """The same program with everything kept in the dtype in which it computes."""
+        return replace(self, storages=(), companions=()) if self.storages else self
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the program sums over tensors."""
+        return takes_all_reduce(self.update) or MAX_NORM in self.scalars or self.cautious
+
+    @property
+    def maps_matrices(self) -> bool:
+        """Whether the program maps matrices, so that it has one more list in the phases PREPARE and APPLY."""
+        return takes_matrices(self.update)
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether parts of a 1-D tensor can be updated one by one, after the rule's sums over all parts are added.
+
+        True for the rules of this package, which are tested for it. For other rules it is unknown.
+        """
+        return is_ours(self.update) and not self.reduced
+
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """Words for logs: how tensors are kept, how gradients are scaled, and the phase if there are two."""
+        kept = dict.fromkeys(storage.word for storage in self.storages if storage.word)
+        words = {"cautious": self.cautious, "unscales": self.unscales, "scaled": self.scaled}
+        words |= {self.phase.value: self.phase is not Phase.WHOLE}
+        return (*kept, *(word for word, applies in words.items() if applies))
+
+    @property
+    def result(self) -> Result:
+        """SUMS in the phases that return sums, else NOTHING."""
+        return Result.SUMS if self.phase in (Phase.MEASURE, Phase.BOTH) else Result.NOTHING
+
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
+        """Apply the rule once, in place. The phase MEASURE changes nothing and returns the sums."""
+        if self.phase is Phase.MEASURE:
+            return torch.stack(self.measure(lists, arguments))
+        recorded = _RecordedSums()
+        if self.phase is Phase.PREPARE:
+            self._run(self._copies(lists[:-1]), arguments, recorded, partial(_written_to, lists[-1]))
+            return None
+        if self.phase is Phase.APPLY:
+            mapped = Tensors(tensor.to(self.dtype) for tensor in lists[-1])
+            self._run_unless_skipped(lists[:-1], arguments, recorded, lambda _: mapped)
+            return None
+        if self.phase is Phase.WHOLE:
+            self._run_unless_skipped(lists, arguments, recorded)
+            return None
+        known = _KnownSums(arguments.totals, len(lists[0]))
+        self._run_unless_skipped(lists, arguments, lambda *sums: (recorded(*sums), known(*sums))[1])
+        return torch.stack(recorded.sums) if self.phase is Phase.BOTH else None
+
+    def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
+        """Return the sums that the rule computes, first one sum for all tensors, then the next. Change nothing."""
+        recorded = _RecordedSums()
+        self._run(self._copies(lists), arguments, recorded)
+        return recorded.sums
+
+    def _copies(self, lists: TensorLists) -> TensorLists:
+        """Return copies of all lists that the program writes to."""
+        grads = [grad.clone() for grad in lists[0]] if self.unscales else lists[0]
+        return [grads, *([tensor.clone() for tensor in tensors] for tensors in lists[1:])]
+
+    def _run_unless_skipped(
+        self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce, map_matrices: MapMatrices = _unchanged
+    ) -> None:
+        """Run the rule, and restore all tensors if ``found_inf`` is not 0. The value is not read on the host."""
+        if arguments.found_inf is None:
+            self._run(lists, arguments, all_reduce, map_matrices)
+            return
+        before = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        self._run(lists, arguments, all_reduce, map_matrices)
+        is_finite = arguments.found_inf == 0
+        for tensors, old in zip(lists, before, strict=True):
+            torch._foreach_copy_(tensors, [torch.where(is_finite, *pair) for pair in zip(tensors, old, strict=True)])
+
+    def _run(
+        self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce, map_matrices: MapMatrices = _unchanged
+    ) -> None:
+        kept, companions = lists[1 : 2 + len(self.states)], iter(lists[2 + len(self.states) :])
+        storages = self.storages or (Direct(),) * len(kept)
+        own = [[next(companions) for _ in storage.companions] for storage in storages]
+        numbers = self._numbers(arguments.scalars)
+        max_norm, decay, seed, shrink = (numbers.pop(name, None) for name in (MAX_NORM, EMA_DECAY, SEED, SHRINK))
+        noise = None
+        if any(storage.uses_noise for storage in storages):
+            assert seed is not None
+            noise = Noise(lists[0], kept[0], seed)
+        as_list = self._list_type(arguments)
+        grads = as_list(grad.to(self.dtype) for grad in lists[0])
+        if self.unscales:
+            assert arguments.inv_scale is not None
+            grads = grads * arguments.inv_scale
+            torch._foreach_copy_(lists[0], grads)
+        if self.scaled:
+            assert arguments.grad_scale is not None
+            grads = grads * arguments.grad_scale
+        parts = zip(storages, kept, own, strict=True)
+        loaded = [storage.load(each, extra, self.dtype) for storage, each, extra in parts]
+        params, *states = map(as_list, loaded)
+        named = dict(zip(self.states, states, strict=True))
+        average = None if decay is None else named.pop(EMA)
+        if max_norm is not None:
+            grads = _clipped(grads, max_norm, all_reduce)
+        functions: dict[str, Any] = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
+        if self.maps_matrices:
+            functions[MAP_MATRICES] = map_matrices
+        if shrink is not None:
+            params *= shrink
+        given = follow(params) if self.cautious else params
+        self.update(given, grads, **named, **numbers, **dict(self.flags), **functions)
+        if isinstance(given, Followed):
+            mask_update(given, grads, all_reduce)
+        if average is not None:
+            average.ema_(params, decay)
+        place = 0
+        for storage, each, extra, result in zip(storages, kept, own, (params, *states), strict=True):
+            storage.store(each, extra, result, noise, place)
+            place += storage.uses_noise
+
+    def _list_type(self, arguments: Arguments) -> Callable[[Iterable[Tensor]], Tensors]:
+        """Return the function that makes the lists that the rule works on."""
+        if not self.segments:
+            return BlockTensors if self.has_blocks else Tensors
+        assert arguments.row_segments is not None
+        segments = Segments(self.segments, arguments.row_segments, arguments.mask)
+        return partial(FlatTensors, segments=segments)
+
+    def _numbers(self, values: ScalarValues | None) -> dict[str, Any]:
+        """Return the hyperparameters by name, as numbers or as Scalar objects."""
+        given = values.unbind() if isinstance(values, Tensor) else values or ()
+        count = len(self.scalars)
+        if len(given) == count:  # Python numbers
+            return dict(zip(self.scalars, given, strict=True))
+        pairs = zip(given[:count], given[count:], strict=True)
+        return {
+            name: Scalar(value, complement)  # type: ignore[arg-type]
+            for name, (value, complement) in zip(self.scalars, pairs, strict=True)
+        }
+
+
+def _clipped(grads: Tensors, max_norm: Number, all_reduce: AllReduce) -> Tensors:
+    """Return gradients, each clipped to a norm of ``max_norm``, as ``clip_grad_norm_`` does for one parameter."""
+    (squares,) = all_reduce(grads.sum_of_squares())
+
+    def factor(square: Tensor) -> Tensor:
+        scaled = 1.0 / (square.sqrt() + 1e-6) * getattr(max_norm, "tensor", max_norm)
+        return materialize(scaled.clamp(max=1.0).to(grads[0].dtype))
+
+    return grads * squares.map(factor)
+
+
+def reduced_shape(shape: Sequence[Any], dim: int | None) -> tuple[Any, ...]:
+    """Return a shape with the size 1 in a dimension, -1 or -2; the shape itself for None."""
+    if dim is None:
+        return tuple(shape)
+    return tuple(1 if i == len(shape) + dim else size for i, size in enumerate(shape))
+
+
+@lru_cache(maxsize=1024)
+def takes_all_reduce(update: Callable[..., None]) -> bool:
+    """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
+    return ALL_REDUCE in inspect.signature(update).parameters
+
+
+@lru_cache(maxsize=1024)
+def takes_matrices(update: Callable[..., None]) -> bool:
+    """Return True if a rule has the argument ``map_matrices``, so that it maps whole matrices."""
+    return MAP_MATRICES in inspect.signature(update).parameters
+
+
+def _written_to(target: list[Tensor], values: Tensors) -> Tensors:
+    """Write tensors to a list, and return them."""
+    torch._foreach_copy_(target, values)
+    return values
+
+
+class _RecordedSums:
+    """An ``all_reduce`` that records the sums and returns them unchanged."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:
+        if self.sums:
+            raise TypeError("update() calls all_reduce() more than once; pass all sums in one call, as several lists")
+        self.sums = [each for one in sums for each in one]
+        return sums
+
+
+class _KnownSums:
+    """An ``all_reduce`` that returns given totals, in the order in which :class:`_RecordedSums` records sums."""
+
+    def __init__(self, totals: Tensor | None, tensors: int) -> None:
+        assert totals is not None
+        self._totals, self._tensors = totals.unbind(), tensors
+
+    def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:
+        n = self._tensors
+        return tuple(Tensors(self._totals[i * n : (i + 1) * n]) for i in range(len(sums)))
