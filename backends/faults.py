@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import struct
 import sys
@@ -93,7 +94,7 @@ def describe(error: Exception) -> BackendUnavailableError:
             line = next((line for line in output.splitlines() if os.strerror(number) in line), None)
             if line is not None:
                 return disk_cache.unusable(OSError(number, f"the C++ compiler reports: {line}"))
-        reason = output[-MAX_OUTPUT:] or "it printed nothing; it may have been killed, for example for lack of memory"
+        reason = _errors(output) or "it printed nothing; it may have been killed, for example for lack of memory"
         return BackendUnavailableError(f"the C++ compiler failed: {reason}\n{BROKEN_COMPILER_REMEDY}")
     if isinstance(cause, ImportError) and ".so" in str(cause):
         return BackendUnavailableError(
@@ -113,6 +114,13 @@ def is_disk_fault(error: Exception) -> bool:
 def _output(cause: BaseException) -> str:
     output = getattr(cause, "output", None) or ""
     return (output.decode(errors="replace") if isinstance(output, bytes) else str(output)).strip()
+
+
+def _errors(output: str) -> str:
+    """Return the output of a compiler from its first error on, or its end. Warnings may surround an error."""
+    error = re.search(r"^.*\berror: ", output, re.MULTILINE)
+    start = error.start() if error else max(0, len(output) - MAX_OUTPUT)
+    return output[start : start + MAX_OUTPUT]
 
 
 def check_path() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._inductor import config
+from torch._inductor.exc import CppCompileError
 
 import compiled_optim as co
 from compiled_optim.backends import cpu, disk_cache, faults, libraries
@@ -326,3 +327,11 @@ def test_the_check_of_the_directory_leaves_no_file(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new" / "cache"))
     disk_cache.check_writable()
     assert list((tmp_path / "new" / "cache").rglob("*")) == [tmp_path / "new" / "cache" / "compiled_optim"]
+
+
+def test_an_error_between_warnings_is_named():
+    """A compiler that fails in generated code prints thousands of warnings about headers around its error."""
+    warnings = "vec512.h:12: warning: overflow in conversion\n" * 200
+    output = f"{warnings}unit.cpp:3:7: error: 'x' was not declared\n{warnings}"
+    text = str(faults.describe(CppCompileError(["g++"], output)))
+    assert "the C++ compiler failed: unit.cpp:3:7: error: 'x' was not declared" in text
