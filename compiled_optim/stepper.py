@@ -24,11 +24,12 @@ from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.diagnostics.progress import compile_units
 from compiled_optim.diagnostics.units import UnitLog
 from compiled_optim.engine.amp import UnconfirmedStep, is_overflow, unscale_unless_skipped
-from compiled_optim.engine.buckets import Bucket, make_buckets
+from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_memory import FlatMemory, was_placed
 from compiled_optim.engine.plan import Plan, clips_any
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
+from compiled_optim.engine.sorting import make_buckets
 from compiled_optim.engine.states import State, with_own_memory
 from compiled_optim.engine.storage_options import EIGHT_BIT, STORAGE_REMEDIES, uses_seed
 from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard

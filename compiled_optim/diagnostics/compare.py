@@ -11,10 +11,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from compiled_optim import backends
-from compiled_optim.engine.buckets import make_buckets
 from compiled_optim.engine.plan import Plan
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads
+from compiled_optim.engine.sorting import make_buckets
 from compiled_optim.engine.states import State
 from compiled_optim.engine.tensor_types import local_shard
 

@@ -8,7 +8,7 @@ matrices. Until APPLY nothing but the workspace is changed.
 If parameters are sharded over processes, PREPARE and APPLY work on the shards. In between the processes exchange
 matrices (``exchange``), so that each maps whole ones.
 
-A bucket has a limited number of elements (``buckets.MATRIX_ELEMENTS``), and all buckets use the same workspace.
+A bucket has a limited number of elements (``sorting.MATRIX_ELEMENTS``), and all buckets use the same workspace.
 """
 
 from __future__ import annotations

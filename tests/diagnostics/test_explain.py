@@ -9,7 +9,7 @@ import torch
 import compiled_optim as co
 from compiled_optim.backends import Availability, for_device
 from compiled_optim.diagnostics.units import recompile_reason
-from compiled_optim.engine.buckets import make_buckets
+from compiled_optim.engine.sorting import make_buckets
 from tests.helpers import SMALL, parameters, run_python, train
 
 

@@ -16,7 +16,7 @@ import torch
 import compiled_optim as co
 from compiled_optim import backends
 from compiled_optim.backends import npu
-from compiled_optim.engine import buckets
+from compiled_optim.engine import sorting
 from tests import npu_device
 from tests.hardware_free import steps, torchair_without_cann
 from tests.hardware_free.torchair_without_cann import Recording
@@ -50,8 +50,8 @@ def executed(recording: Recording) -> dict[str, Any]:
             backends.get("npu")._units.clear()  # so that each case compiles its own graphs
             shards = steps.OneProcess() if case in steps.SHARDED else None
             with (
-                mock.patch.object(buckets, "has_dtensor", return_value=shards is not None),
-                mock.patch.object(buckets.ShardSpec, "from_tensor", return_value=shards),
+                mock.patch.object(sorting, "has_dtensor", return_value=shards is not None),
+                mock.patch.object(sorting.ShardSpec, "from_tensor", return_value=shards),
             ):
                 ours = stepped(name, "npu", True, dtype, **options, layout="tensors")
             eager = stepped(name, "cpu", False, dtype, **options)

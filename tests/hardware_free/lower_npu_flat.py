@@ -15,8 +15,8 @@ import compiled_optim as co
 from catalog import CATALOG
 from compiled_optim import backends
 from compiled_optim.backends import Signature, npu
-from compiled_optim.engine.buckets import make_buckets
 from compiled_optim.engine.plan import clips_any
+from compiled_optim.engine.sorting import make_buckets
 from tests import npu_device
 from tests.hardware_free import steps, torchair_without_cann
 from tests.hardware_free.seed_scripts import seed_scripts

@@ -9,8 +9,9 @@ import torch
 import compiled_optim as co
 from catalog import CATALOG
 from compiled_optim.backends import Backend, Batch
-from compiled_optim.engine.buckets import Bucket, make_buckets
+from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.plan import clips_any
+from compiled_optim.engine.sorting import make_buckets
 from tests.helpers import params_of
 
 OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}

@@ -21,7 +21,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 import compiled_optim as co
 from catalog import MATRICES
 from catalog.references import Formula, muon
-from compiled_optim.engine import buckets, matrices
+from compiled_optim.engine import matrices, sorting
 from tests.helpers import assert_close, distance, gradients, parameters, slow_decay, train
 
 SHAPES = [(12, 8), (8, 12), (10, 10), (12, 8), (9, 30), (10, 10), (40, 30)]
@@ -219,7 +219,7 @@ def test_large_models_are_stepped_in_parts(monkeypatch, compiled):
     """With tiny limits there are many buckets and stacks, which share one workspace."""
     expected = parameters(SHAPES + TINY, torch.float64)
     train(partial(co.Muon, compile=False), expected, 5)
-    monkeypatch.setattr(buckets, "MATRIX_ELEMENTS", 250)
+    monkeypatch.setattr(sorting, "MATRIX_ELEMENTS", 250)
     monkeypatch.setattr(matrices, "STACK_ELEMENTS", 150)
     params = parameters(SHAPES + TINY, torch.float64)
     optimizer = train(partial(co.Muon, compile=compiled), params, 5)
