@@ -134,7 +134,7 @@ class Adafactor(Optimizer):
 
 
 FEW = 16
-"""Up to so many numbers are added in their own dtype."""
+"""Sums of at most this many numbers are computed in their own dtype."""
 
 
 def mean(dim: int, tensor: Tensor) -> Tensor:
