@@ -63,7 +63,8 @@ def test_fsdp_on_two_ranks_equals_one_process(on_two, name):
 
 @pytest.mark.parametrize("name", ["AdamW", *cases.BY_TENSOR])
 def test_fsdp_on_four_ranks_equals_one_process(on_four, name):
-    assert all(answer["distance"] <= 1e-6 for answer in of(on_four, f"fsdp {name}"))
+    # four ranks sum gradients in another order than one process, as in test_replicated_and_sharded
+    assert max(answer["distance"] for answer in of(on_four, f"fsdp {name}")) <= 2e-6
 
 
 @pytest.mark.parametrize("name", cases.SHARDED)
