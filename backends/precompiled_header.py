@@ -39,7 +39,8 @@ def precompiled_header(command: str, **options: Any) -> Path | None:
     global _wanted
     if torch.compiler.config.force_disable_caches:
         return None
-    digest = hashlib.sha256(f"{command}\n{disk_cache.environment_digest()}".encode()).hexdigest()
+    # a compiler ignores a precompiled header that another version of it, or one for another processor, has made
+    digest = hashlib.sha256(f"{command}\n{torch.version.git_version}".encode()).hexdigest()
     header = disk_cache.directory() / disk_cache.FOLDER / f"{digest}.h"
     if header.exists():
         return header
