@@ -125,17 +125,18 @@ class TableBackend(Backend):
             return unit
 
 
-def _cut(batch: Batch) -> dict[Lane, list[int]]:
+def _cut(batch: Batch) -> Mapping[Lane, Sequence[int]]:
     """Return the lanes of a batch with their tensors.
 
     A loop over a row of three elements takes longer than the elements do, so the sizes of small matrices are compiled
     in. Convolutions have them in great number, but in few sizes.
     """
+    if len(batch.shapes[0]) != MATRIX_RANK or batch.program.result is not Result.NOTHING:
+        return {TABLE: range(len(batch.shapes))}
     lanes: dict[Lane, list[int]] = {}
     for i, shape in enumerate(batch.shapes):
-        is_small = len(shape) == MATRIX_RANK and math.prod(shape[1:]) <= SMALL_MATRIX
-        cuts = is_small and batch.program.result is Result.NOTHING
-        lane = Lane(f"table {shape[1]}×{shape[2]}", 1, ((0, *shape[1:]),)) if cuts else TABLE
+        is_small = math.prod(shape[1:]) <= SMALL_MATRIX
+        lane = Lane(f"table {shape[1]}×{shape[2]}", 1, ((0, *shape[1:]),)) if is_small else TABLE
         lanes.setdefault(lane, []).append(i)
     return lanes
 

@@ -133,7 +133,7 @@ def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBoun
                 if bounds.largest is not None:
                     torch._check(size <= bounds.largest)  # type: ignore[no-untyped-call]
                 shape_env.var_to_hint_override[size.node.expr] = size_hint
-            shapes.append((*sizes[:1], *compiled_sizes(signature)) if compiled_sizes(signature) else tuple(sizes))
+            shapes.append((*sizes[:1], *(compiled_sizes(signature) or sizes[1:])))
     return shapes
 
 
