@@ -22,8 +22,8 @@ from torch import Tensor
 from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.torch_private import WeakIdKeyDictionary, at_end_of_backward
 
-Step = Callable[[Collection[Tensor]], None]
-"""Steps these parameters, which have gradients, and no others."""
+Step = Callable[[Collection[Tensor], bool], None]
+"""Steps these parameters, which have gradients, and no others. True means the first step of an iteration."""
 
 Names = Callable[[Sequence[Group]], Sequence[str]]
 """Returns the names of all parameters of some groups, for messages."""
@@ -132,7 +132,7 @@ class BackwardSteps:
         if params:
             for group in self._groups:
                 self._check_not_clipped(group)  # user code may have set max_grad_norm
-            self._step(params)
+            self._step(params, not self._stepped)
             for param in params:
                 param.grad = None
             self._stepped.update(params)

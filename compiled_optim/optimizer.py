@@ -324,7 +324,7 @@ class Optimizer(SavedOptimizer):
         steps.end_iteration()
         self._stepper.advance(self.param_groups)
 
-    def _update(self, only: Collection[Tensor] | None = None) -> None:
+    def _update(self, only: Collection[Tensor] | None = None, is_first: bool = True) -> None:
         stepper, unscale, found_inf = self._stepper, None, None
         if only is not None:
             self.before_step(self.param_groups)
@@ -342,7 +342,7 @@ class Optimizer(SavedOptimizer):
                 unscale = amp.inverse_scale(getattr(self, "grad_scale", None))
             if self._comparison is None:
                 self.last_grad_norm = stepper.step(
-                    self.param_groups, self._state, self._state_was_accessed, unscale, found_inf, only
+                    self.param_groups, self._state, self._state_was_accessed, unscale, found_inf, only, is_first
                 )
             else:
                 comparison, self._comparison = self._comparison, None

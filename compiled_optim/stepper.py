@@ -97,11 +97,13 @@ class Stepper:
         unscale: Tensor | None,
         found_inf: Tensor | None = None,
         only: Collection[Tensor] | None = None,
+        is_first: bool = True,
     ) -> Tensor | None:
         """Make one step; return the norm of the gradients if they are clipped.
 
         With ``state_was_accessed`` the state is checked too, because user code may have changed it. If ``found_inf`` is
         not 0, the device skips the step. With ``only``, other parameters are left alone, even if they have gradients.
+        Modules are checked only if this ``is_first`` step of an iteration.
         """
         if is_traced():
             return self._traced_step(groups, state, unscale, only)
@@ -112,13 +114,14 @@ class Stepper:
                 grads = self._collect_grads(params, groups, only)
             elif only is None:
                 grads = [param.grad for param in params]
+                match = guard.match(params, grads)
             else:
-                grads = guard.grads_of(only)
+                match, grads = guard.match_some(params, only)
             if (
                 plan is None
                 or guard is None
-                or (self.tracker.record.watches and not self.tracker.modules_unchanged())
-                or (match := guard.match(params, grads)) is Match.NONE
+                or (is_first and self.tracker.record.watches and not self.tracker.modules_unchanged())
+                or match is Match.NONE
                 or not plan.refresh(groups)
                 or (state_was_accessed and not guard.state_holds(state))
             ):

@@ -25,6 +25,9 @@ from compiled_optim.engine.tensor_types import has_dtensor, local_shard
 from compiled_optim.tensors import picker
 from compiled_optim.torch_private import tensor_guards
 
+MAX_PARTS = 256
+"""The largest number of parts of the parameters for which a guard keeps a check."""
+
 
 class Match(Enum):
     """The result of a check: whether a plan is valid for the current parameters and gradients."""
@@ -61,6 +64,7 @@ class Guard:
         self._all_bound = len(bound_params) == len(params)
         self._params = list(params)
         self._places: dict[int, int] | None = None
+        self._checks_of_some: dict[tuple[int, ...], Check] = {}
         self._bound_params = list(bound_params)
         bound = self._local_params()
         self._same_params = same_memory_check(bound)
@@ -77,13 +81,8 @@ class Guard:
 
     def match(self, params: list[Tensor], grads: Sequence[Tensor | None]) -> Match:
         """Compare parameters and gradients with those of the plan, and the memory of the parameters."""
-        if self._all_bound and not self.is_sharded:
-            bound = params
-        elif same_objects(params, self._params):
-            bound = self._local_params()
-        else:
-            return Match.NONE
-        if not self._same_params(bound) or not all(map(is_, self._pick_others(grads), repeat(None))):
+        bound = self._unmoved(params)
+        if bound is None or not all(map(is_, self._pick_others(grads), repeat(None))):
             return Match.NONE
         planned = self._pick_planned(grads)
         if self._check_metadata([*bound, *planned]):
@@ -94,21 +93,45 @@ class Guard:
         filled = [stand_in if grad is None else grad for grad, stand_in in zip(planned, self._stand_ins, strict=True)]
         return Match.SOME if self._check_metadata([*bound, *filled]) else Match.NONE
 
-    def grads_of(self, some: Iterable[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of these parameters, and None for the others of the plan."""
-        grads: list[Tensor | None] = [None] * len(self._params)
+    def match_some(self, params: list[Tensor], some: Iterable[Tensor]) -> tuple[Match, list[Tensor | None]]:
+        """Compare as :meth:`match` does, for a step of some parameters; return the gradients, None for the others.
+
+        Backward steps the same parameters together in every iteration, so the check of their metadata is kept. The
+        metadata of the others is not compared.
+        """
+        grads: list[Tensor | None] = [None] * len(params)
+        if self._unmoved(params) is None:
+            return Match.NONE, grads
         if self._places is None:
             self._places = {id(param): i for i, param in enumerate(self._params)}
-        for param in some:
-            place = self._places.get(id(param))
-            if place is not None:  # else the parameters have changed, which match() will find
-                grads[place] = param.grad
-        return grads
+        places = self._places
+        chosen = tuple([places[id(param)] for param in some if id(param) in places])
+        tensors: list[Tensor | None] = []
+        for i in chosen:
+            grads[i] = params[i].grad
+            tensors += (params[i], grads[i])
+        check = self._checks_of_some.get(chosen)
+        if check is not None:
+            return Match.SOME if check(tensors) else Match.NONE, grads
+        match = self.match(params, grads)
+        if match is not Match.NONE and len(self._checks_of_some) < MAX_PARTS:
+            self._checks_of_some[chosen] = metadata_check(tensors)
+        return match, grads
 
     def state_holds(self, state: Mapping[Any, Any]) -> bool:
         """Return True if the states are the objects of the plan, in the same memory."""
         addresses = list(map(Tensor.data_ptr, self._bound_states))
         return addresses == self._state_addresses and same_objects(_state_values(state), self._state)
+
+    def _unmoved(self, params: list[Tensor]) -> list[Tensor] | None:
+        """Return the tensors whose memory is watched if they are those of the plan, in the same memory; else None."""
+        if self._all_bound and not self.is_sharded:
+            bound = params
+        elif same_objects(params, self._params):
+            bound = self._local_params()
+        else:
+            return None
+        return bound if self._same_params(bound) else None
 
     def _local_params(self) -> list[Tensor]:
         """Return the bound parameters, or their local shards."""
