@@ -109,9 +109,12 @@ class Stepper:
             return self._traced_step(groups, state, unscale, only)
         try:
             params = all_params(groups)
-            plan, guard = self._plan, self._guard
-            if guard is None or guard.is_sharded:
+            plan, guard, match = self._plan, self._guard, Match.NONE
+            if guard is None:
                 grads = self._collect_grads(params, groups, only)
+            elif guard.is_sharded:
+                grads = self._collect_grads(params, groups, only)
+                match = guard.match(params, grads)
             elif only is None:
                 grads = [param.grad for param in params]
                 match = guard.match(params, grads)

@@ -61,7 +61,9 @@ def unknown_commands(text: str) -> list[str]:
     modules = re.findall(r"python -m ([a-z][\w.]*)", text)
     files = re.findall(r"\b((?:tests|perf|website|catalog|\.ci)/[\w./]+\w)", text)
     found = [f"make {target}" for target in targets if target not in make_targets()]
-    found += [f"python -m {module}" for module in modules if importlib.util.find_spec(module) is None]
+    installed = re.findall(r"pip install (\w+)==", text)
+    unknown = [module for module in modules if module not in installed and importlib.util.find_spec(module) is None]
+    found += [f"python -m {module}" for module in unknown]
     return [*found, *(file for file in files if not (ROOT / file).exists())]
 
 
@@ -72,6 +74,7 @@ def test_commands_and_files_on_pages_exist(page):
 
 def test_a_command_that_does_not_exist_is_found():
     text = "`make test`, `make tee`, `python -m perf.guard`, `python -m perf.nothing`, tests/nothing.py, tests/docs"
+    text += "\npip install tool==1 && python -m tool"
     assert unknown_commands(text) == ["make tee", "python -m perf.nothing", "tests/nothing.py"]
 
 
