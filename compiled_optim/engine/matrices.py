@@ -32,6 +32,9 @@ from compiled_optim.engine.states import State
 STACK_ELEMENTS = 1 << 24
 """The largest stack, in elements, unless a single matrix is larger. The map makes a few temporaries of this size."""
 
+CPU_STACK_ELEMENTS = 1 << 20
+"""The same for CPUs, where the temporaries should stay in the cache, and in memory that is not returned each time."""
+
 ALIGNMENT = 64
 """In bytes. The matrices of one shape begin at a multiple of this."""
 
@@ -187,7 +190,8 @@ class MatrixBucket(TensorBucket):
                 for region, entry in zip(own, entries, strict=True)
             ]
             order = whole.order
-        self._stacks = _stacks([source for i in order for source in _sources(i, entries[i], self._wholes[i])])
+        largest = CPU_STACK_ELEMENTS if self.bucket.device.type == "cpu" else STACK_ELEMENTS
+        self._stacks = _stacks([source for i in order for source in _sources(i, entries[i], self._wholes[i])], largest)
         return kept, [*lists, regions]
 
     def _finish_measuring(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -214,14 +218,14 @@ def _sources(number: int, entry: Entry, tensor: Tensor) -> list[Source]:
     ]
 
 
-def _stacks(sources: Sequence[Source]) -> list[Stack]:
-    """Return stacks of a limited size. Neighbours in the workspace become one source."""
+def _stacks(sources: Sequence[Source], largest: int) -> list[Stack]:
+    """Return stacks of a limited number of elements. Neighbours in the workspace become one source."""
     by_shape: dict[tuple[int, ...], list[Source]] = {}
     for source in sources:
         by_shape.setdefault(tuple(sorted(source.size[1:])), []).append(source)
     stacks = []
     for (rows, columns), alike in by_shape.items():
-        limit = max(1, STACK_ELEMENTS // (rows * columns))
+        limit = max(1, largest // (rows * columns))
         chosen: list[Source] = []
         for source in _merged(alike):
             for part in _limited(source, limit):

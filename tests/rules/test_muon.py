@@ -220,7 +220,7 @@ def test_large_models_are_stepped_in_parts(monkeypatch, compiled):
     expected = parameters(SHAPES + TINY, torch.float64)
     train(partial(co.Muon, compile=False), expected, 5)
     monkeypatch.setattr(sorting, "MATRIX_ELEMENTS", 250)
-    monkeypatch.setattr(matrices, "STACK_ELEMENTS", 150)
+    monkeypatch.setattr(matrices, "CPU_STACK_ELEMENTS", 150)
     params = parameters(SHAPES + TINY, torch.float64)
     optimizer = train(partial(co.Muon, compile=compiled), params, 5)
     assert len(optimizer.explain().batches) > 2
