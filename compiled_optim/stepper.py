@@ -62,6 +62,7 @@ class Stepper:
         self._events = EventLog(self._name)
         self._unit_log = UnitLog()
         self._has_stepped = False
+        self._changes_groups = type(rule).after_step is not Rule.after_step
         self._usable_devices: set[torch.device] = set()
 
     def discard_plan(self) -> None:
@@ -76,7 +77,7 @@ class Stepper:
     def skips_on_device(self, groups: Sequence[Group]) -> bool:
         """Return True if the updates of all parameters take ``found_inf``, so that the host need not read it."""
         # a skipped step must not change the groups
-        if is_traced() or type(self._rule).after_step is not Rule.after_step:
+        if is_traced() or self._changes_groups:
             return False
         if self._plan is not None:
             return self._plan.skips_on_device
@@ -145,7 +146,7 @@ class Stepper:
             if found_inf is not None:
                 self.unconfirmed = UnconfirmedStep(found_inf, plan.buckets)
             norm = plan.run(grads, match is Match.SOME, unscale, found_inf)
-            if only is None:
+            if only is None and self._changes_groups:
                 self.advance(groups, plan.sums())
             if unscale is not None and has_dtensor(params):
                 factor = unscale_unless_skipped(unscale, found_inf)
@@ -163,7 +164,7 @@ class Stepper:
 
     def advance(self, groups: Sequence[Group], sums: Sequence[float] = ()) -> None:
         """Write the entries of the groups that a step changes. ``sums`` are those over all parameters."""
-        if type(self._rule).after_step is not Rule.after_step:
+        if self._changes_groups:
             for group in groups:
                 group.update(self._rule.after_step(group, sums))
 

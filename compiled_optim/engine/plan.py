@@ -8,7 +8,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from compiled_optim.backends import BoundCall
+from compiled_optim.backends import Backend, BoundCall
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.amp import unscale_unless_skipped
 from compiled_optim.engine.bound import BoundBucket, TensorBucket, add_up
@@ -40,7 +40,8 @@ class Plan:
     ) -> None:
         self._rule = rule
         self._totals: Tensor | None = None
-        self._backends = {bucket.backend for bucket in buckets}
+        backends = {bucket.backend for bucket in buckets}
+        self._checks = [each.check_step for each in backends if type(each).check_step is not Backend.check_step]
         readers = [RowReader(rule.for_group(group), group) for group in groups]
         self.scaling = GradScaling(rule, buckets, clips_any(rule, groups))
         self._counts_steps = any(rule.for_group(group).counts_steps for group in groups)
@@ -110,8 +111,8 @@ class Plan:
 
     def check_backends(self) -> None:
         """Raise if a backend cannot make a step now."""
-        for backend in self._backends:
-            backend.check_step()
+        for check in self._checks:
+            check()
 
     def run(
         self,

@@ -80,7 +80,7 @@ class RowReader:
         if numbers:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
         own = None
-        if self._has_own or not self._options.isdisjoint(group) or rule.max_grad_norm_per_parameter is not None:
+        if self._has_own or not group.keys().isdisjoint(self._options) or rule.max_grad_norm_per_parameter is not None:
             own = rule.own_scalars(group, step)
             if tuple(own) != variant.own_scalars or bool(group.get("cautious")) != variant.cautious:
                 return None
@@ -108,7 +108,10 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, 
     """Return a function that reads the values of these names from a mapping."""
     if len(names) > 1:
         return itemgetter(*names)
-    return lambda known: tuple(known[name] for name in names)
+    if not names:
+        return lambda known: ()
+    (only,) = names  # itemgetter would not return a tuple
+    return lambda known: (known[only],)
 
 
 class Rows:
@@ -146,7 +149,9 @@ class Rows:
 
     def fill(self) -> bool:
         """Write the hyperparameters of this step; return False if they need another program, or counts have changed."""
-        if not self.counters.are_unchanged() or not all(map(Numbers.are_unchanged, self._numbers)):
+        if not self.counters.are_unchanged() or (
+            self._numbers and not all(map(Numbers.are_unchanged, self._numbers))
+        ):
             return False
         values, after = [], []
         for kind, steps, before in zip(self._kinds, self._steps, self._before, strict=True):

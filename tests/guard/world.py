@@ -59,6 +59,7 @@ class CheckedWorld:
         self.optimizer.watch(self.net)
         self.structure = Structure(self.slots())
         self.disturbed: set[Place] = set()
+        self.seen: dict[Place, object] = {}  # where the parameters were in the last step
         self.pocket: nn.Module | None = None
         self.saved: object = None
         self.homes = {device}  # the devices on which the optimizer has seen parameters since the last step
@@ -126,7 +127,17 @@ class CheckedWorld:
         """Return the names of the parameters that ReallocationError has to name."""
         now = self.slots()
         disturbed = {slot.name for slot in now if slot.place in self.disturbed and slot.place.group is not None}
-        return disturbed | self.structure.follow(self.net, now, apply=False)
+        # memory that was freed may be allocated again: a parameter that is back where it was has not moved
+        locations = {name: self.location(name) for name in self.names()}
+        back = {name for name, found in locations.items() if found and found == self.seen.get(self.place(name))}
+        return (disturbed - back) | self.structure.follow(self.net, now, apply=False)
+
+    def location(self, name: str) -> object:
+        """Return what the guard compares; None for the test device, whose tensors have no address."""
+        param = self.param(name)
+        if param.device.type != "cpu":
+            return None
+        return param.data_ptr(), param.dtype, param.shape, param.stride()
 
     def follow(self) -> None:
         """Change the expected content as the optimizer does when it follows what has changed."""
@@ -136,6 +147,7 @@ class CheckedWorld:
         for place in self.content.values():
             place.follow()
         self.disturbed.clear()
+        self.seen = {self.place(name): self.location(name) for name in self.names()}
         self.homes = {self.device().type}
         self.is_moved = self.is_cast = False
 
