@@ -1,4 +1,4 @@
-"""The base of all built-in backends but the CPU's: split a batch into calls of units, and combine their results."""
+"""The base of the backends for NPUs and for eager mode: split a batch into calls of units, combine their results."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class AscendBackend(WholeListBackend):
     devices = ("npu",)
     skips_on_device = True
     limit = 40
-    """The same as for CUDA. Conversion takes 0.2 s per tensor; the compile time of CANN was not measured."""
+    """Conversion takes 0.2 s per tensor; the compile time of CANN was not measured."""
 
     compiler: str
     compiler_remedy: str

@@ -31,11 +31,12 @@ are in `compiled_optim.npu`.
 
 ## For any of them
 
-- `cautious=True` drops the elements of an update that do not point against the gradient, and scales up the others
-  ([arXiv:2411.16085](https://arxiv.org/abs/2411.16085)). Weight decay is not masked. Optimizers whose formula sums over
-  tensors (AdamP, Adafactor, Lamb, Lars, Prodigy, SGDP) refuse it, and so do those of Schedule-Free.
+- `cautious=True` sets the elements of an update to zero whose change has the sign of the gradient, and scales up the
+  others ([arXiv:2411.16085](https://arxiv.org/abs/2411.16085)). Weight decay is not masked. Optimizers whose formula
+  sums over tensors (AdamP, Adafactor, Lamb, Lars, Prodigy, SGDP) refuse it, and so do those of Schedule-Free.
 - `decoupled_weight_decay=True`, an option of a group too, multiplies parameters by `1 - lr * weight_decay` instead of
-  adding the decay to the gradient. Adam, NAdam and RAdam have it in torch.optim as well.
+  adding the decay to the gradient. Adam, NAdam and RAdam have it in torch.optim as well. Adafactor,
+  Prodigy, Rprop and the Schedule-Free optimizers refuse it.
 
 ```python
 import compiled_optim as co

@@ -68,9 +68,10 @@ class Optimizer(SavedOptimizer):
             parameters to nearest, and states with a ``state_dtype`` stochastically.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters, and update that.
         rounding_seed: the seed of stochastic rounding.
-        cautious: drop the elements of an update that do not point against the gradient, and scale up the others
+        cautious: set elements of the update to zero whose change has the sign of the gradient, and scale up the others
             (Liang et al., 2024, `arXiv:2411.16085 <https://arxiv.org/abs/2411.16085>`_). Weight decay that the rule
-            applies to the parameters is not masked. Not for rules that sum over tensors.
+            applies to the parameters is not masked. Not for rules that sum over tensors or keep weights
+            as a state, and not with ``max_grad_norm_per_parameter``.
         decoupled_weight_decay: multiply parameters by ``1 - lr * weight_decay`` before the update, which then has no
             weight decay. Adam, NAdam and RAdam define this option themselves, as in torch.optim.
     """

@@ -107,7 +107,7 @@ def limits(entry: Entry) -> list[str]:
         f"Sparse gradients are refused; use `torch.optim.{ours.sparse_alternative.removeprefix('torch.optim.')}`.",
         "`differentiable=True` is refused."
         if entry.in_torch
-        else "`foreach`, `capturable` and `differentiable` of torch.optim are not accepted.",
+        else "`capturable` and `differentiable` of torch.optim are not accepted.",
     ]
     if sums_over_tensors(ours):
         found.append(
@@ -117,7 +117,7 @@ def limits(entry: Entry) -> list[str]:
     if ours.rowwise:
         found.append("It works by rows, so parameters may be sharded along dimension 0 only.")
     if not ours.counts_steps:
-        found.append("It counts no steps, so `ema_warmup` is refused.")
+        found.append("It counts no steps, except with `ema_warmup` or stochastic rounding.")
     return found
 
 
@@ -204,17 +204,28 @@ def memory_table(folder: str = "optimizers") -> str:
 
 
 def collectives_table() -> str:
-    """Return the table of what each optimizer all-reduces for sharded parameters."""
-    summing = [entry.name for entry in ENTRIES.values() if sums_over_tensors(optimizer_class(entry))]
-    others = [name for name in ENTRIES if name not in summing]
-    return "\n".join(
-        [
-            "| optimizers | all-reduced | collectives a step |",
-            "|---|---|---|",
-            f"| {', '.join(others)} | nothing | none |",
-            f"| {', '.join(summing)} | their sums over each tensor | one for each bucket |",
-        ]
-    )
+    """Return the table of what the ranks exchange for sharded parameters, for each optimizer."""
+    exchanged: dict[tuple[str, str], list[str]] = {
+        ("nothing", "none"): [],
+        ("sums over each tensor, all-reduced", "one for each bucket"): [],
+        ("sums over all parameters, all-reduced", "one for each bucket"): [],
+        ("whole matrices", "two all-to-alls for each bucket"): [],
+        ("sharded matrices are refused", ""): [],
+    }
+    nothing, sums, all_sums, matrices, refused = exchanged.values()
+    for entry in ENTRIES.values():
+        ours = optimizer_class(entry)
+        if entry.takes == "matrices":
+            matrices.append(entry.name)
+        elif not entry.shards:
+            refused.append(entry.name)
+        elif ours.sums_over_all:
+            all_sums.append(entry.name)
+        else:
+            (sums if sums_over_tensors(ours) else nothing).append(entry.name)
+    rows = ["| optimizers | exchanged | collectives a step |", "|---|---|---|"]
+    rows += [f"| {', '.join(names)} | {what} | {count} |" for (what, count), names in exchanged.items()]
+    return "\n".join(rows)
 
 
 def slug(entry: Entry) -> str:

@@ -149,9 +149,7 @@ class Rows:
 
     def fill(self) -> bool:
         """Write the hyperparameters of this step; return False if they need another program, or counts have changed."""
-        if not self.counters.are_unchanged() or (
-            self._numbers and not all(map(Numbers.are_unchanged, self._numbers))
-        ):
+        if not self.counters.are_unchanged() or (self._numbers and not all(map(Numbers.are_unchanged, self._numbers))):
             return False
         values, after = [], []
         for kind, steps, before in zip(self._kinds, self._steps, self._before, strict=True):

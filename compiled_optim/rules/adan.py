@@ -20,21 +20,21 @@ from compiled_optim.tensors import Number, Tensors
 class Adan(Optimizer):
     r"""Adan (Xie et al., 2022, "Adaptive Nesterov Momentum Algorithm", `arXiv:2208.06677 <https://arxiv.org/abs/2208.06677>`_).
 
-    With :math:`d` the difference to the gradient before (0 in the first step), and all averages divided by
-    :math:`1 - \beta^t`:
+    With :math:`d` the difference to the gradient of the previous step (0 in the first step), and all averages divided
+    by :math:`1 - \beta^t`:
 
     .. math::
         m &= \beta_1 m + (1 - \beta_1) g, \qquad v = \beta_2 v + (1 - \beta_2) d, \qquad
         n = \beta_3 n + (1 - \beta_3) (g + \beta_2 d)^2 \\
         p &= \frac{p - lr \cdot (m + \beta_2 v) / (\sqrt{n} + \epsilon)}{1 + lr \cdot \lambda}
 
-    It stands learning rates 5 to 10 times those of AdamW. It keeps four states where AdamW keeps two: do not use it
-    where memory is short.
+    It is stable with learning rates 5 to 10 times those of AdamW. It keeps four states where AdamW keeps two: do not
+    use it where memory is short.
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
         lr: learning rate; a float or a tensor of one element.
-        betas: decay rates, one minus the paper's.
+        betas: decay rates; the paper's :math:`\beta_i` are one minus these.
         eps: added to the denominator.
         weight_decay: the decay :math:`\lambda`.
         maximize: ascend instead of descend.

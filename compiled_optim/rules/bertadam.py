@@ -51,7 +51,7 @@ class BertAdam(Optimizer):
         b2: decay rate of the average of its square.
         e: added to the denominator.
         weight_decay: the decay :math:`\lambda`.
-        max_grad_norm: clip each group's gradients of one dtype to this norm; -1 does not clip.
+        max_grad_norm: clip the gradients of each group to this norm, separately for each dtype; -1 does not clip.
         maximize: ascend instead of descend.
         **options: see :class:`~compiled_optim.Optimizer`.
 

@@ -36,7 +36,7 @@ class Lamb(Optimizer):
         eps: added to the denominator.
         weight_decay: the decay :math:`\lambda`.
         adam: use a trust ratio of 1.
-        use_global_grad_norm: divide gradients by the norm of all gradients where that is above 1.
+        use_global_grad_norm: clip gradients to a global norm of 1 before the update.
         maximize: ascend instead of descend.
         **options: see :class:`~compiled_optim.Optimizer`.
 

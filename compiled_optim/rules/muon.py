@@ -61,8 +61,8 @@ class Muon(Optimizer):
 
     With a module, ``Muon(model)`` sends each parameter to the rule it needs, in one optimizer: hidden matrices to Muon;
     vectors and scalars, embeddings and the head (the last ``nn.Linear``) to AdamW. ``explain()`` lists who went where.
-    With parameters or groups, everything is stepped by Muon, and has to have two dimensions, as in torch.optim; a group
-    with ``rule="adamw"`` is stepped by AdamW.
+    With parameters or groups, all parameters are stepped by Muon and must have two dimensions, as in torch.optim,
+    unless ``flatten`` or ``batch_dims`` is set; a group with ``rule="adamw"`` is stepped by AdamW.
 
     Matrices of equal shape are multiplied as one batch, whatever their number. Parameters with more than two dimensions
     need ``flatten`` or ``batch_dims``.
@@ -79,11 +79,12 @@ class Muon(Optimizer):
         adjust_lr_fn: ``"original"``, ``"match_rms_adamw"`` or None, which is ``"original"``.
         ns_dtype: the dtype of the iteration. torch.optim.Muon uses bfloat16; float32 is more exact, and faster on
             processors without bfloat16.
-        flatten: take a parameter with more than two dimensions, such as the kernel of a convolution, as a matrix:
-            its first dimension are the rows, all others together the columns.
-        batch_dims: the number of leading dimensions that number matrices: 1 for a stack of experts.
-        split: take the rows of a matrix as several matrices: their number, or the number of rows of each. ``3`` is for
-            a projection to queries, keys and values of equal size.
+        flatten: treat a parameter with more than two dimensions, such as the kernel of a convolution, as a matrix: its
+            first dimension is the rows, all others together are the columns.
+        batch_dims: the number of leading dimensions that index separate matrices, such as 1 for a stack of experts of
+            shape (experts, rows, columns).
+        split: orthogonalize parts of the rows separately: the number of equal parts, or the number of rows of each
+            part. ``3`` is for a projection to queries, keys and values of equal size.
         route: overrides the choice of a rule for parameters of a module. A dict from patterns of names, such as
             ``"*.qkv.weight"``, to ``"muon"``, ``"adamw"`` or a dict of options of a group, such as ``{"split": 3}``; or
             a function of name and parameter that returns one of these, or None for the usual choice.

@@ -19,7 +19,7 @@ from compiled_optim.tensors import Number, Tensors, where
 class Rprop(Optimizer):
     r"""Drop-in for :class:`torch.optim.Rprop` (Riedmiller and Braun, 1993, "The RPROP Algorithm").
 
-    With :math:`q` the gradient before:
+    With :math:`q` the gradient of the previous step:
 
     .. math::
         s &= \begin{cases}

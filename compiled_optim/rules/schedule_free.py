@@ -94,7 +94,8 @@ class ScheduleFree(Optimizer):
 class ScheduleFreeAdamW(ScheduleFree):
     r"""Drop-in for ``schedulefree.AdamWScheduleFree`` (Defazio et al., 2024, `arXiv:2405.15682 <https://arxiv.org/abs/2405.15682>`_).
 
-    With the learning rate :math:`\gamma` after warm-up, and :math:`c = \gamma^2 / \sum_{i \le t} \gamma_i^2`:
+    With the learning rate :math:`\gamma` after warm-up, :math:`\gamma_{max}` its largest value so far,
+    :math:`w_t = t^r \gamma_{max}^q` (:math:`q` is ``weight_lr_power``), and :math:`c = w_t / \sum_{i \le t} w_i`:
 
     .. math::
         v &= \beta_2 v + (1 - \beta_2) g^2, \qquad
@@ -106,8 +107,8 @@ class ScheduleFreeAdamW(ScheduleFree):
 
     Use it if the number of steps is not known in advance: it needs no schedule, and keeps as many states as
     :class:`~compiled_optim.AdamW`. The learning rate is 1 to 10 times larger than AdamW's with a schedule; warm-up
-    helps. Not with another learning rate schedule; and for networks with batch normalisation, run a few batches in
-    train mode of the model and eval mode of the optimizer before evaluation, to update the statistics.
+    helps. Do not combine it with another learning rate schedule. For networks with batch normalisation, run a few
+    batches in train mode of the model and eval mode of the optimizer before evaluation, to update the statistics.
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
@@ -116,8 +117,8 @@ class ScheduleFreeAdamW(ScheduleFree):
         eps: added to the denominator.
         weight_decay: the decay :math:`\lambda`, at :math:`y`.
         warmup_steps: the number of steps in which the learning rate rises linearly.
-        r: the power of the step count in the weights :math:`c`.
-        weight_lr_power: the power of the learning rate in them.
+        r: the exponent of the step count in :math:`w_t`.
+        weight_lr_power: the exponent :math:`q` of the learning rate in :math:`w_t`.
         foreach: has no effect.
         maximize: ascend instead of descend.
         **options: see :class:`~compiled_optim.Optimizer`.
@@ -173,7 +174,8 @@ class ScheduleFreeAdamW(ScheduleFree):
 class ScheduleFreeSGD(ScheduleFree):
     r"""Drop-in for ``schedulefree.SGDScheduleFree`` (Defazio et al., 2024, `arXiv:2405.15682 <https://arxiv.org/abs/2405.15682>`_).
 
-    With the learning rate :math:`\gamma` after warm-up, and :math:`c = \gamma^2 / \sum_{i \le t} \gamma_i^2`:
+    With the learning rate :math:`\gamma` after warm-up, :math:`\gamma_{max}` its largest value so far,
+    :math:`w_t = t^r \gamma_{max}^q` (:math:`q` is ``weight_lr_power``), and :math:`c = w_t / \sum_{i \le t} w_i`:
 
     .. math::
         z &= z - \gamma (g + \lambda y), \qquad x = (1 - c) x + c z, \qquad y = \beta x + (1 - \beta) z
@@ -190,8 +192,8 @@ class ScheduleFreeSGD(ScheduleFree):
         momentum: the interpolation :math:`\beta`, between 0 and 1.
         weight_decay: the decay :math:`\lambda`, at :math:`y`.
         warmup_steps: the number of steps in which the learning rate rises linearly.
-        r: the power of the step count in the weights :math:`c`.
-        weight_lr_power: the power of the learning rate in them.
+        r: the exponent of the step count in :math:`w_t`.
+        weight_lr_power: the exponent :math:`q` of the learning rate in :math:`w_t`.
         foreach: has no effect.
         maximize: ascend instead of descend.
         **options: see :class:`~compiled_optim.Optimizer`.
