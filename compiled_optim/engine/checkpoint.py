@@ -30,6 +30,7 @@ REMEDY = "load the checkpoint that belongs to this optimizer and model"
 NOT_HYPERPARAMETERS = {
     *("params", "param_names"),
     *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of schedulers
+    *STORAGE_KEYS,  # which belong to the optimizer and not to the checkpoint
 }
 """Keys of a group that are not hyperparameters."""
 
@@ -133,7 +134,8 @@ def _check_sizes(own: Sequence[Group], saved: Sequence[Group]) -> None:
 def _check_is_same_optimizer(optimizer: str, number: int, group: Group, defaults: Mapping[str, Any]) -> None:
     """Raise if a group was saved by another optimizer."""
     numbers = {key for key, value in defaults.items() if not isinstance(value, bool | None)}
-    missing, unknown = numbers - group.keys(), group.keys() - defaults.keys() - NOT_HYPERPARAMETERS
+    missing = numbers - group.keys() - NOT_HYPERPARAMETERS
+    unknown = group.keys() - defaults.keys() - NOT_HYPERPARAMETERS
     if missing and unknown:
         raise ValueError(
             f"group {number} of the checkpoint was saved by another optimizer than {optimizer}: it has "
