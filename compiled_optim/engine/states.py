@@ -135,31 +135,61 @@ def materialize_states(
         if name in found:  # scales, which were made with the codes
             made = found[name]
         elif isinstance(storage, Quantized):
-            made, found[name + SCALE] = _codes(values, name, held, local, initial[name] or 0.0, rows, storage.signed)
-        elif held is not None and is_quantized(values, name):
-            plain = dequantize(held, values[name + SCALE], name not in nonnegative, rows)
-            made = layout.copy_like(local, plain, rows, dtype)
+            made, found[name + SCALE] = _codes(values, name, local, initial, rows, nonnegative)
         elif name in reduced:
             shape = program.list_shape(2 + program.kept.index(name), local.shape)
             made = _reduced(held, shape, initial.get(name) or 0.0, dtype, local.device)
-        elif held is None:
-            value = None if name == MASTER else initial.get(name, 0.0)
-            if value is None:
-                made = layout.copy_like(local, local.detach(), rows, dtype)
-            else:
-                made = layout.full_like(local, value, rows, dtype)
-        elif held.device != local.device or held.dtype != dtype or not layout.pairs_with(local, held, rows):
-            made = layout.copy_like(local, held, rows, dtype)
         else:
-            made = held
+            source = source_of(values, name, local, initial, rows, nonnegative)
+            if not isinstance(source, Tensor):
+                made = layout.full_like(local, source, rows, dtype)
+            elif (
+                source is held
+                and held.device == local.device
+                and held.dtype == dtype
+                and layout.pairs_with(local, held, rows)
+            ):
+                made = held
+            else:
+                made = layout.copy_like(local, source, rows, dtype)
         found[name] = made
         if made is not held:
             has_shape = made.shape == local.shape and not name.endswith(SCALE)
             values[name] = shard_like(param, made) if is_sharded and has_shape else made
-    for name in [name for name in values if name in COMPANIONS or name.removesuffix(SCALE) in found]:
-        if name not in found:  # of a storage that the parameter no longer has
-            del values[name]
+    drop_other_companions(values, found)
     return [found[name] for name in program.kept]
+
+
+def source_of(
+    values: Mapping[str, Any],
+    name: str,
+    local: Tensor,
+    initial: Mapping[str, float | None],
+    rows: int,
+    nonnegative: Collection[str],
+) -> Tensor | float:
+    """Return what a state gets its values from: what is kept now, decoded if that is codes, or how a state starts.
+
+    Args:
+        values: the states of the parameter by name.
+        name: the name of the state, or of a companion of the parameter.
+        local: what this process holds of the parameter.
+        initial: the initial values of the states, None for a copy of the parameter. Master weights start as copies too.
+        rows: the number of dimensions, after the first, in which the program sees the parameter.
+        nonnegative: the names of states without a sign.
+    """
+    if values.get(name) is None:
+        value = initial.get(name, None if name == MASTER else 0.0)
+        return local.detach() if value is None else value
+    held = local_shard(values[name])
+    return dequantize(held, values[name + SCALE], name not in nonnegative, rows) if is_quantized(values, name) else held
+
+
+def drop_other_companions(values: dict[str, Any], kept: Collection[str]) -> None:
+    """Delete the companions of storages that a parameter no longer has. ``kept`` are the names of what it keeps now."""
+    for name in [name for name in values if name in COMPANIONS or name.removesuffix(SCALE) in kept]:
+        if name not in kept:
+            del values[name]
 
 
 def _reduced(
@@ -172,17 +202,22 @@ def _reduced(
 
 
 def _codes(
-    values: Mapping[str, Any], name: str, held: Tensor | None, local: Tensor, initial: float, rows: int, signed: bool
+    values: Mapping[str, Any],
+    name: str,
+    local: Tensor,
+    initial: Mapping[str, float | None],
+    rows: int,
+    nonnegative: Collection[str],
 ) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of a state, converted from whatever it is kept in now."""
-    if held is None:
-        return quantize(local, layout.full_like(local, initial, rows, torch.float32), signed, rows)
-    if not is_quantized(values, name):
-        return quantize(local, held.to(local.device), signed, rows)
-    scales: Tensor = values[name + SCALE]
-    if held.device == local.device == scales.device and layout.pairs_with(local, held, rows):
-        return held, scales
-    return quantize(local, dequantize(held, scales, signed, rows).to(local.device), signed, rows)
+    if is_quantized(values, name):
+        held, scales = local_shard(values[name]), values[name + SCALE]
+        if held.device == local.device == scales.device and layout.pairs_with(local, held, rows):
+            return held, scales
+    source = source_of(values, name, local, initial, rows, nonnegative)
+    if not isinstance(source, Tensor):
+        source = layout.full_like(local, source, rows, torch.float32)
+    return quantize(local, source.to(local.device), name not in nonnegative, rows)
 
 
 def convert_states(
