@@ -184,6 +184,12 @@ def check_storage(
                 f"{unsuitable[0]!r} cannot be kept in float16: squares of gradients below 2.4e-4 would vanish; use "
                 "torch.bfloat16"
             )
+        if chosen.get(EMA) == EIGHT_BIT:
+            usable = ", ".join(str(each) for each in STATE_DTYPES if each != EIGHT_BIT)
+            raise ValueError(
+                f"the average of the weights, {EMA!r}, cannot be kept in 8 bits: ema() writes it into the weights; use "
+                f"{usable}, or leave it out to keep it in float32"
+            )
     for each in chosen.values() if isinstance(chosen, Mapping) else (chosen,):
         if each is not None and each not in STATE_DTYPES:
             raise ValueError(f"Invalid state_dtype value: {each!r}; use {possible}, or a dict of these by state")

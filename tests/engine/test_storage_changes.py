@@ -55,3 +55,28 @@ def test_companions_of_another_storage_are_dropped(layout, other):
     step(optimizer, param, 2)
     assert "master" not in optimizer.state[param]
     assert ("compensation" in optimizer.state[param]) is bool(other)
+
+
+KEPT = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_an_average_that_a_checkpoint_lacks_starts_at_the_loaded_weights(dtype, kept):
+    checkpoint = saved(dtype=dtype)
+    chosen = {} if kept is None else {"state_dtype": {"ema": kept}}
+    optimizer, param = made(dtype=dtype, ema_decay=0.5, **chosen)
+    before = param.detach().float().clone()
+    optimizer.load_state_dict(checkpoint)
+    step(optimizer, param, 2)
+    average = optimizer.ema_state_dict()["0"]
+    assert average.dtype == (kept or torch.float32)
+    tolerance = 2.0**-7 if torch.bfloat16 in (kept, dtype) else 2.0**-10
+    torch.testing.assert_close(average.float(), (before + param.detach().float()) / 2, rtol=tolerance, atol=2e-4)
+
+
+def test_an_average_stays_in_float32_if_all_states_are_in_8_bits():
+    optimizer, param = made(dtype=torch.bfloat16, ema_decay=0.5, state_dtype="8bit")
+    step(optimizer, param)
+    assert optimizer.state[param]["exp_avg"].dtype == torch.uint8
+    assert optimizer.state[param]["ema"].dtype == torch.float32

@@ -273,6 +273,11 @@ INVALID = {
     "unknown word": ({"state_dtype": "4bit"}, ValueError, "Invalid state_dtype value: '4bit'"),
     "unknown state": ({"state_dtype": {"momentum": "8bit"}}, ValueError, r"AdamW keeps \['exp_avg', 'exp_avg_sq'\]"),
     "float16 squares": ({"state_dtype": {"exp_avg_sq": torch.float16}}, ValueError, "use torch.bfloat16"),
+    "average in 8 bits": (
+        {"state_dtype": {"ema": "8bit"}, "ema_decay": 0.9},
+        ValueError,
+        "use torch.float32, torch.bfloat16, torch.float16, or leave it out",
+    ),
     "unknown rounding": ({"rounding": "up"}, ValueError, "'nearest', 'stochastic', 'kahan'"),
     "two ways": ({"rounding": "kahan", "master_weights": True}, ValueError, "pass one of both"),
     "seed": ({"rounding": "stochastic", "rounding_seed": 0.5}, TypeError, "takes an int"),
