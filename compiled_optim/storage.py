@@ -183,13 +183,16 @@ def round_to(dtype: torch.dtype, value: Tensor, bits: Tensor | None = None) -> T
 
     ``bits`` are 16 random bits for each element. They round up or down without bias. The numbers are computed, because
     Inductor removes a conversion to ``dtype`` and back. torchair keeps it, and cannot convert integer operations.
+    Results of arithmetic that are NaN or infinite stay so.
     """
     if bits is None and value.device.type == "npu":
         return value.to(dtype).to(torch.float32)
     if dtype == torch.bfloat16:
         plain = bits_of(value)
         added = 0x7FFF + ((plain >> 16) & 1) if bits is None else bits  # to nearest: ties to even
-        return ((plain + added) & ~0xFFFF).view(torch.float32)
+        total = plain + added
+        # the sum overflows for some NaN, such as 0x7FFFFFFF, which CUDA makes: then set all bits, which are a NaN too
+        return ((total | ((total ^ plain) >> 31)) & ~0xFFFF).view(torch.float32)
     power = (bits_of(value) & 0x7F800000).view(torch.float32)
     unit = (power * 2.0**-10).clamp(min=2.0**-24, max=2.0**5)
     share = value.to(torch.float32) / unit

@@ -155,3 +155,17 @@ def test_rounding_to_nearest_is_that_of_a_conversion(dtype):
     limits = torch.tensor([0.0, -0.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 2.0**-24, 6e-8, 65504.0, math.inf])
     values = torch.cat([values, limits, -limits])
     assert torch.equal(round_to(dtype, values), values.to(dtype).float())
+
+
+NAN_BITS = (0x7FFFFFFF, -1, 0x7FC00000, 0x7FFF8000, -(1 << 22), 0x7FC00001)
+"""NaN as arithmetic makes them: of CUDA, the same negated, of CPUs, and with other payloads."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [None, 0, 1, 0x1234, 0xFFFF])
+def test_what_is_not_finite_stays_so(dtype, bits):
+    drawn = None if bits is None else torch.tensor(bits, dtype=torch.int32)
+    nan = torch.tensor(NAN_BITS, dtype=torch.int32).view(torch.float32)
+    assert round_to(dtype, nan, drawn).isnan().all()
+    infinite = torch.tensor([math.inf, -math.inf])
+    assert torch.equal(round_to(dtype, infinite, drawn), infinite)
