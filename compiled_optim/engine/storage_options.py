@@ -49,12 +49,12 @@ class Formats:
     """How one parameter and its states are kept.
 
     ``param`` is the storage of the parameter, None for the usual one. ``states`` are the formats of the states that the
-    options name. ``stochastic`` says how tensors of low precision are rounded.
+    options name. ``stochastic`` names the states that are rounded stochastically if they are kept in low precision.
     """
 
     param: Storage | None = None
     states: tuple[tuple[str, Kept], ...] = ()
-    stochastic: bool = False
+    stochastic: tuple[str, ...] = ()
 
     def of(self, state: str) -> Kept | None:
         """Return the format of a state; None if no option names it."""
@@ -64,15 +64,24 @@ class Formats:
 USUAL = Formats()
 
 
+def _rounds_at_random(group: Mapping[str, Any], is_named: bool) -> bool:
+    """Return True if states in low precision are rounded stochastically: those that ``state_dtype`` names, or others.
+
+    Parameters are rounded like the others.
+    """
+    rounding = group.get("rounding")
+    return rounding in ("stochastic", "kahan") or (is_named and rounding != "nearest")
+
+
 def uses_seed(group: Mapping[str, Any]) -> bool:
     """Return True if a tensor of a group may be rounded stochastically."""
-    if group.get("rounding") in ("stochastic", "kahan"):
+    if _rounds_at_random(group, False):
         return True
     chosen = group.get("state_dtype")
     if chosen is None:
         return False
     kept = {*(chosen.values() if isinstance(chosen, Mapping) else (chosen,))}
-    return EIGHT_BIT in kept or (group.get("rounding") != "nearest" and bool(kept & {*LOW_PRECISION}))
+    return EIGHT_BIT in kept or (_rounds_at_random(group, True) and bool(kept & {*LOW_PRECISION}))
 
 
 def formats_for(
@@ -108,7 +117,7 @@ def formats_for(
         for name, each in named.items()
         if name in states
     }
-    stochastic = rounding in ("stochastic", "kahan") or (chosen is not None and rounding != "nearest")
+    stochastic = tuple(name for name in states if _rounds_at_random(group, name in kept))
     return Formats(storage, tuple(kept.items()), stochastic) if kept or storage or stochastic else USUAL
 
 
@@ -134,7 +143,7 @@ def with_storages(
         if formats.of(name) == EIGHT_BIT:
             storages.append(Quantized(name not in nonnegative))
         else:
-            storages.append(storage_for(each, dtype, formats.stochastic))
+            storages.append(storage_for(each, dtype, name in formats.stochastic))
     owners = ("", *program.states)
     companions = [
         owner + name if name.startswith("_") else name

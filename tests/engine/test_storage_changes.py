@@ -80,3 +80,13 @@ def test_an_average_stays_in_float32_if_all_states_are_in_8_bits():
     step(optimizer, param)
     assert optimizer.state[param]["exp_avg"].dtype == torch.uint8
     assert optimizer.state[param]["ema"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+def test_states_that_no_option_names_are_rounded_as_rounding_says(kept):
+    optimizer, param = made(dtype=torch.bfloat16, state_dtype={"exp_avg_sq": kept})
+    twin, other = made(dtype=torch.bfloat16)
+    for each, its in ((optimizer, param), (twin, other)):
+        step(each, its)
+    assert optimizer.state[param]["exp_avg_sq"].dtype == kept
+    assert torch.equal(optimizer.state[param]["exp_avg"], twin.state[other]["exp_avg"]), "rounded to nearest"
