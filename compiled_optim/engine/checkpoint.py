@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from compiled_optim.engine.numbers import as_number, step_count
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.states import check_state_fits
+from compiled_optim.engine.states import check_codes_fit, check_companions_fit, check_state_fits
 from compiled_optim.engine.storage_options import KEYS as STORAGE_KEYS
 from compiled_optim.engine.stored_states import COMPANIONS, SCALE, is_quantized
 from compiled_optim.storage import compute_dtype
@@ -172,6 +172,10 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
             check_state_fits(lambda: name, param, state, value, REMEDY, rule.state_shape(state, param.shape))
+            if value.dtype == torch.uint8:
+                check_codes_fit(lambda: name, values, state, REMEDY)
+    if not is_lazy(param):
+        check_companions_fit(lambda: name, param, values, states, REMEDY)
     if rule.counts_steps and "step" in values and step_count(values["step"]) is None:
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
     for number in rule.numbers:

@@ -15,9 +15,18 @@ from compiled_optim.engine.numbers import REMEDY, step_count
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import placement, shard_like
 from compiled_optim.engine.storage_options import USUAL, Formats
-from compiled_optim.engine.stored_states import COMPANIONS, MASTER, SCALE, dequantize, is_quantized, quantize
+from compiled_optim.engine.stored_states import (
+    COMPANIONS,
+    MASTER,
+    SCALE,
+    dequantize,
+    is_quantized,
+    quantize,
+    rows_of_scales,
+)
 from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.modes import outside_of_modes
+from compiled_optim.quantization import BLOCK
 from compiled_optim.storage import Quantized, compute_dtype
 from compiled_optim.update_program import EMA, UpdateProgram
 
@@ -37,6 +46,7 @@ def kept_dtypes(
 
     A state that does not exist yet, or that ``formats`` names, will have the dtype of :func:`new_state_dtype`.
     """
+    check_companions_fit(parameter_name, param, values, names, REMEDY)
     dtypes = []
     for name in names:
         tensor = values.get(name)
@@ -45,6 +55,7 @@ def kept_dtypes(
             continue
         check_state_fits(parameter_name, param, name, tensor, REMEDY, rule.state_shape(name, param.shape))
         if is_quantized(values, name):
+            check_codes_fit(parameter_name, values, name, REMEDY)
             kept = formats.of(name)
             dtypes.append(compute_dtype(param.dtype) if kept is None else new_state_dtype(name, param.dtype, formats))
             continue
@@ -88,6 +99,33 @@ def check_state_fits(
             f"state {name!r} of {parameter_name()} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
             f"parameter has {tuple(param.shape)} and {param.dtype}{expects}; {remedy}"
         )
+
+
+def check_codes_fit(parameter_name: Callable[[], str], values: Mapping[str, Any], name: str, remedy: str) -> None:
+    """Raise if the scales of a state in 8 bits are not those of its codes. Compiled code would read beyond their end."""
+    codes, scales = local_shard(values[name]), values.get(name + SCALE)
+    if rows_of_scales(codes, scales, 0) is None:
+        found = type(scales).__name__
+        if isinstance(scales, Tensor):
+            found = f"{scales.dtype} of shape {tuple(scales.shape)}"
+        raise ValueError(
+            f"state {name!r} of {parameter_name()} is kept in 8 bits, but {name + SCALE!r} is {found}, and not "
+            f"{torch.float32} with a number for each {BLOCK} elements or for each row; {remedy}"
+        )
+
+
+def check_companions_fit(
+    parameter_name: Callable[[], str], param: Tensor, values: Mapping[str, Any], names: Collection[str], remedy: str
+) -> None:
+    """Raise if master weights or compensations do not fit their parameter. ``names`` are the states of the rule."""
+    for name in COMPANIONS:
+        value = values.get(name)
+        if name in names or value is None:
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name!r} of {parameter_name()} is {kind}, not a tensor of floats; {remedy}")
+        check_state_fits(parameter_name, param, name, value, remedy, param.shape)
 
 
 def steps_taken(
@@ -212,7 +250,8 @@ def _codes(
     """Return the codes and the scales of a state, converted from whatever it is kept in now."""
     if is_quantized(values, name):
         held, scales = local_shard(values[name]), values[name + SCALE]
-        if held.device == local.device == scales.device and layout.pairs_with(local, held, rows):
+        is_usable = rows_of_scales(held, scales, rows) == rows and layout.pairs_with(local, held, rows)
+        if is_usable and held.device == local.device == scales.device:
             return held, scales
     source = source_of(values, name, local, initial, rows, nonnegative)
     if not isinstance(source, Tensor):

@@ -90,3 +90,58 @@ def test_states_that_no_option_names_are_rounded_as_rounding_says(kept):
         step(each, its)
     assert optimizer.state[param]["exp_avg_sq"].dtype == kept
     assert torch.equal(optimizer.state[param]["exp_avg"], twin.state[other]["exp_avg"]), "rounded to nearest"
+
+
+@pytest.mark.parametrize("optimizers", [("AdamP", "AdamW"), ("AdamW", "AdamP")], ids=str)
+@pytest.mark.parametrize("chosen", ["8bit", None])
+def test_scales_by_rows_and_by_blocks_are_converted(optimizers, chosen):
+    shape, (name, other) = (64, 96), optimizers
+    checkpoint = saved(name, shape, state_dtype="8bit")
+    checkpoint["param_groups"] = saved(other, shape)["param_groups"]
+    source, twin = made(name, shape, state_dtype="8bit")
+    step(source, twin)
+    expected = source.full_state_dict()["state"][0]
+    optimizer, param = made(other, shape, **({"state_dtype": chosen} if chosen else {}))
+    optimizer.load_state_dict(checkpoint)
+    assert torch.equal(optimizer.full_state_dict()["state"][0]["exp_avg"], expected["exp_avg"])
+    optimizer.param_groups[0]["betas"] = (1 - 1e-7, 1 - 1e-7)  # so that states stay as they are
+    step(optimizer, param, 2)
+    found = optimizer.full_state_dict()["state"][0]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert (found[key] - expected[key]).norm() < 0.1 * expected[key].norm()
+    if chosen:
+        assert optimizer.state[param]["exp_avg_scale"].shape == ((64,) if other == "AdamP" else (48,))
+
+
+UNFIT = {
+    "too few scales": ("8bit", "exp_avg_scale", torch.ones(1), "state 'exp_avg' of .* is torch.float32 of shape"),
+    "scales of float16": ("8bit", "exp_avg_scale", torch.ones(32).half(), "is torch.float16 of shape .32,., and not"),
+    "no scales": ("8bit", "exp_avg_sq_scale", None, "'exp_avg_sq_scale' is NoneType"),
+    "master of another shape": ("master", "master", torch.ones(64), "state 'master' of .* has shape .64,."),
+    "master of integers": ("master", "master", torch.ones(64, 64).int(), "'master' of .* is torch.int32, not a tensor"),
+    "compensation": ("kahan", "compensation", torch.ones(64), "state 'compensation' of .* has shape .64,."),
+}
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["loaded", "edited"])
+@pytest.mark.parametrize(("kind", "key", "value", "message"), UNFIT.values(), ids=UNFIT)
+def test_companions_that_do_not_fit_are_refused_before_anything_changes(kind, key, value, message, edited):
+    options: dict[str, Any] = {
+        "8bit": {"state_dtype": "8bit"},
+        "master": {"dtype": torch.bfloat16, "master_weights": True},
+        "kahan": {"dtype": torch.bfloat16, "rounding": "kahan"},
+    }[kind]
+    optimizer, param = made(**options)
+    step(optimizer, param)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    if edited and value is not None:
+        optimizer.state[param][key] = value
+        before[0][key] = value
+        with pytest.raises(ValueError, match=message):
+            step(optimizer, param)
+    else:
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        checkpoint["state"][0][key] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(checkpoint)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
