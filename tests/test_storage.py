@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from compiled_optim.engine.averages import move_towards
 from compiled_optim.noise import Noise, step_seed
 from compiled_optim.quantization import decode, dropped_bits, encode, scales_of
 from compiled_optim.storage import Compensated, Direct, MasterWeights, Rounded, compute_dtype, round_to, storage_for
@@ -146,6 +147,36 @@ def test_a_compensation_keeps_what_rounding_loses():
         loaded += 1e-5
         Compensated().store(kept, (lost,), loaded, noise, 0)
     assert (kept[0].double() + lost[0].double()).item() == pytest.approx(1.01, abs=5e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_compensation_is_not_used_after_somebody_wrote_to_the_parameter(dtype):
+    limits = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, 65520.0])
+    values = torch.cat([torch.randn(2000, generator=torch.Generator().manual_seed(0)).exp(), limits])
+    kept, lost = [values.to(dtype)], [torch.zeros(len(values), dtype=dtype)]
+    for random in (None, Noise([values], [kept[0]], float(step_seed(0, 1)))):
+        Compensated().store(kept, (lost,), Tensors([values.clone()]), random, 0)
+        (loaded,) = Compensated().load(kept, (lost,), torch.float32)
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(loaded[:2000], values[:2000], rtol=2 * unit**2, atol=0, msg="all are used")
+        assert torch.equal(loaded[2000:].isfinite(), kept[0][2000:].isfinite())
+        for written in (0.0, 3.0e-3, 1e4):
+            kept[0].fill_(written)
+            (loaded,) = Compensated().load(kept, (lost,), torch.float32)
+            assert ((loaded - kept[0]).abs() <= max(2 * unit * written, 2.0**-24)).all()
+        kept[0].copy_(values)
+
+
+def test_interpolation_uses_the_exact_weight_unless_somebody_wrote_to_it():
+    param, target = torch.full((2,), 100.0, dtype=torch.bfloat16), torch.zeros(2)
+    param[1] = 0.0
+    for companion, exact in ((torch.full((2,), -0.2).bfloat16(), 99.8), (torch.full((2,), 99.8), 99.8)):
+        key = "master" if companion.dtype == torch.float32 else "compensation"
+        weights = param.clone()
+        values = {"z": target, key: companion}
+        move_towards("z", [weights], {weights: values}, 0.5)
+        whole = values[key].float() + (weights.float() if key == "compensation" else 0)
+        assert whole.tolist() == pytest.approx([exact / 2, 0.0], abs=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

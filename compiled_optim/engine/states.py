@@ -102,7 +102,7 @@ def check_state_fits(
 
 
 def check_codes_fit(parameter_name: Callable[[], str], values: Mapping[str, Any], name: str, remedy: str) -> None:
-    """Raise if the scales of a state in 8 bits are not those of its codes. Compiled code would read beyond their end."""
+    """Raise if the scales of a state in 8 bits are not those of its codes. Compiled code would read beyond them."""
     codes, scales = local_shard(values[name]), values.get(name + SCALE)
     if rows_of_scales(codes, scales, 0) is None:
         found = type(scales).__name__

@@ -145,3 +145,19 @@ def test_companions_that_do_not_fit_are_refused_before_anything_changes(kind, ke
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(checkpoint)
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_somebody_writes_to_a_compensated_parameter_stays(compiled):
+    param = torch.nn.Parameter(torch.full((40,), 100.0).bfloat16())
+    optimizer = co.SGD([param], lr=1.0, compile=compiled, rounding="kahan")
+    param.grad = torch.full((40,), 0.2).bfloat16()
+    optimizer.step()
+    assert optimizer.state[param]["compensation"].tolist() == pytest.approx([-0.2] * 40, abs=0.02)
+    param.grad = torch.zeros(40).bfloat16()
+    for written in (0.0, torch.inf, -torch.inf):
+        with torch.no_grad():
+            param.fill_(written)
+        for _ in range(2):
+            optimizer.step()
+            assert param.tolist() == [written] * 40
