@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
 from compiled_optim.quantization import BLOCK, blocks
 from compiled_optim.storage import (
@@ -87,33 +86,35 @@ def uses_seed(group: Mapping[str, Any]) -> bool:
 def formats_for(
     group: Mapping[str, Any],
     states: Sequence[str],
-    param: Tensor,
+    dtype: torch.dtype,
+    sizes: Collection[int],
     nonnegative: Collection[str],
     whole_blocks: bool,
     unquantized: Collection[str] = (),
 ) -> Formats:
-    """Return how a parameter and its states are kept.
+    """Return how a parameter of ``dtype`` and its states are kept.
 
-    ``nonnegative`` names states without a sign, ``unquantized`` those that are never kept in 8 bits. With
-    ``whole_blocks``, 8 bits are for tensors of whole blocks only.
+    ``sizes`` are the numbers of elements that the processes hold of it: 8 bits are for parameters of which each shard
+    is large enough, so that all processes decide alike. ``nonnegative`` names states without a sign, ``unquantized``
+    those that are never kept in 8 bits. With ``whole_blocks``, 8 bits are for shards of whole blocks only.
     """
     chosen, rounding = group.get("state_dtype"), group.get("rounding")
     storage: Storage | None = None
-    if param.dtype in LOW_PRECISION:
+    if dtype in LOW_PRECISION:
         if group.get("master_weights"):
             storage = MasterWeights()
         elif rounding == "kahan":
             storage = Compensated()
         elif rounding == "stochastic":
-            storage = storage_for(param.dtype, torch.float32, True)
+            storage = storage_for(dtype, torch.float32, True)
     named: Mapping[str, Kept] = {}
     if chosen is None and storage is not None:
-        chosen = torch.float32 if isinstance(storage, MasterWeights) else param.dtype
+        chosen = torch.float32 if isinstance(storage, MasterWeights) else dtype
     if chosen is not None:
         named = chosen if isinstance(chosen, Mapping) else _for_all(chosen, states, nonnegative)
-    is_small = param.numel() < QUANTIZED_FROM or (whole_blocks and param.numel() % BLOCK != 0)
+    is_small = min(sizes) < QUANTIZED_FROM or (whole_blocks and any(size % BLOCK for size in sizes))
     kept = {
-        name: compute_dtype(param.dtype) if each == EIGHT_BIT and (is_small or name in unquantized) else each
+        name: compute_dtype(dtype) if each == EIGHT_BIT and (is_small or name in unquantized) else each
         for name, each in named.items()
         if name in states
     }
