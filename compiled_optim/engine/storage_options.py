@@ -63,6 +63,12 @@ class Formats:
 USUAL = Formats()
 
 
+def stored_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of KEYS in a group, for comparison with later ones."""
+    found = map(group.get, KEYS)
+    return tuple(dict(value) if isinstance(value, Mapping) else value for value in found)
+
+
 def _rounds_at_random(group: Mapping[str, Any], is_named: bool) -> bool:
     """Return True if states in low precision are rounded stochastically: those that ``state_dtype`` names, or others.
 

@@ -161,3 +161,63 @@ def test_what_somebody_writes_to_a_compensated_parameter_stays(compiled):
         for _ in range(2):
             optimizer.step()
             assert param.tolist() == [written] * 40
+
+
+BF16_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
+    "master weights": ({}, {"master_weights": True}, {"master"}),
+    "no master weights": ({"master_weights": True}, {"master_weights": False}, set()),
+    "kahan": ({}, {"rounding": "kahan"}, {"compensation"}),
+    "kahan from stochastic": ({"rounding": "stochastic"}, {"rounding": "kahan"}, {"compensation"}),
+    "8 bits": ({}, {"state_dtype": "8bit"}, {"exp_avg_scale", "exp_avg_sq_scale"}),
+}
+
+
+@pytest.mark.parametrize("layout", ["tensors", "flat"])
+@pytest.mark.parametrize(("before", "after", "companions"), BF16_CHANGES.values(), ids=BF16_CHANGES)
+def test_an_edited_option_holds_from_the_next_step(before, after, companions, layout):
+    optimizer, param = made(dtype=torch.bfloat16, layout=layout, **before)
+    step(optimizer, param)
+    optimizer.param_groups[0].update(after)
+    step(optimizer, param, 2)
+    assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"} | companions
+
+
+def test_an_entry_of_a_state_dtype_can_be_edited():
+    optimizer, param = made(state_dtype={"exp_avg": "8bit"})
+    step(optimizer, param)
+    optimizer.param_groups[0]["state_dtype"]["exp_avg"] = torch.bfloat16
+    step(optimizer, param, 2)
+    assert optimizer.state[param]["exp_avg"].dtype == torch.bfloat16
+    del optimizer.param_groups[0]["state_dtype"]
+    optimizer.param_groups[0]["state_dtype"] = torch.float32
+    step(optimizer, param, 3)
+    assert optimizer.state[param]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["stepped", "loaded"])
+@pytest.mark.parametrize("before", [{}, {"rounding": "stochastic"}], ids=str)
+def test_an_edited_option_is_checked_before_anything_changes(before, loads):
+    optimizer, param = made(dtype=torch.bfloat16, **before)
+    step(optimizer, param)
+    kept, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.param_groups[0].update(rounding="kahan", master_weights=True)
+    if loads:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="pass one of both"):
+            step(optimizer, param, 2)
+    assert torch.equal(param.detach(), kept)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    optimizer.param_groups[0].update(master_weights=False)
+    step(optimizer, param, 2)
+    assert "compensation" in optimizer.state[param]
+
+
+def test_steps_are_counted_from_when_rounding_becomes_stochastic():
+    optimizer, param = made("SGD", dtype=torch.bfloat16, momentum=0.9)
+    step(optimizer, param)
+    assert "step" not in optimizer.state[param]
+    optimizer.param_groups[0]["rounding"] = "stochastic"
+    for count in (2, 3):
+        step(optimizer, param, count)
+        assert optimizer.state[param]["step"] == count
