@@ -63,8 +63,8 @@ class Stepper:
         """The last step, if the host does not know yet whether the device has skipped it."""
         self.tracker = Tracker(rule.number_names)
         self._memory = FlatMemory()
-        self._checked: dict[int, tuple[Any, ...]] = {}
-        """The options about storage that were checked, by the id of the group. User code may edit groups."""
+        self._checked: dict[int, tuple[Group, tuple[Any, ...]]] = {}
+        """Groups by their ids, and the options about storage that were checked. User code may edit groups."""
         self._plan: Plan | None = None
         self._guard: Guard | None = None
         self._events = EventLog(self._name)
@@ -225,7 +225,7 @@ class Stepper:
         A rule counts steps from then on if they need it. What was checked is not checked again.
         """
         options = stored_options(group)
-        if not any(options) or self._checked.get(id(group)) == options:
+        if not any(options) or (id(group) in self._checked and self._checked[id(group)][1] == options):
             return
         rule, chosen = self._rule, group.get("state_dtype")
         check_storage(self._name, group, rule.state_names(group), rule.nonnegative)
@@ -245,7 +245,7 @@ class Stepper:
                 )
         if uses_seed(group):
             rule.counts_steps = True
-        self._checked[id(group)] = options
+        self._checked[id(group)] = group, options
 
     def backend_for(self, device: torch.device) -> Backend:
         """Return the backend for parameters on this device; raise if it cannot be used here."""
@@ -372,8 +372,7 @@ class Stepper:
         """Check the options about storage that user code has edited."""
         for group in groups:
             self.check_storage(group)
-        ids = {id(group) for group in groups}
-        self._checked = {number: options for number, options in self._checked.items() if number in ids}
+        self._checked = {id(group): self._checked[id(group)] for group in groups if id(group) in self._checked}
 
     def _compile(self, buckets: Sequence[Bucket], groups: Sequence[Group], bar: bool = False) -> None:
         clips = clips_any(self._rule, groups)
