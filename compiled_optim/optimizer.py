@@ -26,7 +26,7 @@ from compiled_optim.engine import amp, averages
 from compiled_optim.engine.rows import OWN_OPTIONS
 from compiled_optim.engine.rule import DECOUPLED
 from compiled_optim.engine.rule_validation import check_cautious, check_group, check_own_norm
-from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype, check_storage
+from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.saving import MAX_NORMS, SavedOptimizer, torch_method
 from compiled_optim.stepper import Stepper
@@ -181,7 +181,7 @@ class Optimizer(SavedOptimizer):
             rule.check_params(group, lambda: self._stepper.tracker.names(self.param_groups)[-count:])
             has_options = not OPTIONS_OF_GROUPS.isdisjoint(group)
             if has_options:
-                self._check_storage(group)
+                self._stepper.check_storage(group)
                 averages.check_average(group)
             if has_options or group.get(DECOUPLED):
                 check_cautious(self, group)
@@ -298,13 +298,6 @@ class Optimizer(SavedOptimizer):
 
     _observed_step = profile_hook_step(_step)
     _step_out_of_graph = disable_dynamo(_observed_step)
-
-    def _check_storage(self, group: dict[str, Any]) -> None:
-        """Raise if the options of a group about storage are out of range, or its devices do not support them."""
-        if not any(group.get(key) for key in KEYS):
-            return
-        check_storage(type(self).__name__, group, self.state_names(group), self.nonnegative)
-        self._stepper.check_storage(group)
 
     def _follow_modules(self) -> None:
         """Follow parameters that a watched module has replaced, unless a step has to report them."""

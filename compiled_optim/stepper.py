@@ -31,7 +31,13 @@ from compiled_optim.engine.rule import Group, Rule, all_params
 from compiled_optim.engine.sharding import local_grads, redistributed
 from compiled_optim.engine.sorting import make_buckets
 from compiled_optim.engine.states import State, with_own_memory
-from compiled_optim.engine.storage_options import EIGHT_BIT, STORAGE_REMEDIES, uses_seed
+from compiled_optim.engine.storage_options import (
+    EIGHT_BIT,
+    STORAGE_REMEDIES,
+    check_storage,
+    stored_options,
+    uses_seed,
+)
 from compiled_optim.engine.tensor_types import has_dtensor, has_memory, is_fake, local_shard
 from compiled_optim.errors import BackendUnavailableError, ReallocationError
 from compiled_optim.guard.check import Guard, Match, same_objects
@@ -57,6 +63,8 @@ class Stepper:
         """The last step, if the host does not know yet whether the device has skipped it."""
         self.tracker = Tracker(rule.number_names)
         self._memory = FlatMemory()
+        self._checked: dict[int, tuple[Group, tuple[Any, ...]]] = {}
+        """Groups by their ids, and the options about storage that were checked. User code may edit groups."""
         self._plan: Plan | None = None
         self._guard: Guard | None = None
         self._events = EventLog(self._name)
@@ -213,15 +221,22 @@ class Stepper:
         self._usable_devices |= devices
 
     def check_storage(self, group: Group) -> None:
-        """Raise if a backend cannot keep parameters and states as the options of a group say."""
-        chosen = group.get("state_dtype")
+        """Raise if the options of a group about storage are out of range, or its devices do not support them.
+
+        A rule counts steps from then on if they need it. What was checked is not checked again.
+        """
+        options = stored_options(group)
+        if not any(options) or (id(group) in self._checked and self._checked[id(group)][1] == options):
+            return
+        rule, chosen = self._rule, group.get("state_dtype")
+        check_storage(self._name, group, rule.state_names(group), rule.nonnegative)
         wanted = {*(chosen.values() if isinstance(chosen, Mapping) else (chosen,))} & {EIGHT_BIT}
         if uses_seed(group):
             wanted.add("stochastic")
         for device in {param.device for param in group["params"]}:
             backend = self.backend_for(device)
             refused = {*backend.refused_storages}
-            if backend.whole_blocks and (self._rule.rowwise or self._rule.program(group).reduces):
+            if backend.whole_blocks and (rule.rowwise or rule.program(group).reduces):
                 refused.add(EIGHT_BIT)
             for name in sorted(wanted & refused):
                 option = f"state_dtype={name!r}" if name == EIGHT_BIT else "stochastic rounding"
@@ -229,6 +244,9 @@ class Stepper:
                     f"{self._name} cannot have {option} for parameters on {device}: backend {backend.name!r} cannot "
                     f"compile it; use {STORAGE_REMEDIES[name]}"
                 )
+        if uses_seed(group):
+            rule.counts_steps = True
+        self._checked[id(group)] = group, options
 
     def backend_for(self, device: torch.device) -> Backend:
         """Return the backend for parameters on this device; raise if it cannot be used here."""
@@ -318,6 +336,7 @@ class Stepper:
         if is_copy:
             own: State = defaultdict(dict, {param: dict(values) for param, values in state.items()})
             state = with_own_memory(own, self._rule.number_names)
+        self._check_storages(groups)
         with nullcontext() if fake is None else fake.fake_mode:
             eager = backends.get("eager")
             buckets = make_buckets(
@@ -340,6 +359,7 @@ class Stepper:
     def _make_buckets(
         self, grads: Sequence[Tensor | None], groups: Sequence[Group], state: State, may_be_flat: bool = True
     ) -> list[Bucket]:
+        self._check_storages(groups)
         stepped = () if self._plan is None else {id(entry.param) for entry in self._plan.entries}
         names = partial(self.tracker.names, groups)
 
@@ -348,6 +368,12 @@ class Stepper:
             return backend, may_be_flat and self.settings.layout_for(backend) == "flat"
 
         return make_buckets(self._rule, groups, state, grads, names, backend_for, self.unscales, stepped)
+
+    def _check_storages(self, groups: Sequence[Group]) -> None:
+        """Check the options about storage that user code has edited."""
+        for group in groups:
+            self.check_storage(group)
+        self._checked = {id(group): self._checked[id(group)] for group in groups if id(group) in self._checked}
 
     def _compile(self, buckets: Sequence[Bucket], groups: Sequence[Group], bar: bool = False) -> None:
         clips = clips_any(self._rule, groups)

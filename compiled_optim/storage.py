@@ -7,6 +7,7 @@ further tensors, which are states of their own in ``optimizer.state``.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ class Rounded(Storage):
 class Compensated(Storage):
     """For parameters of low precision: a companion of the same dtype holds what rounding has lost (Kahan).
 
-    The companion is rounded stochastically, so that updates which are small compared with it are not lost either.
+    The companion is rounded stochastically, so that updates which are small compared with it are not lost either. Where
+    it is too large to be what rounding a parameter has lost, because somebody has written to the parameter, it is not
+    used; nor where the parameter is not finite.
     """
 
     companions = ("compensation",)
@@ -104,7 +107,11 @@ class Compensated(Storage):
 
     def load(self, kept: list[Tensor], companions: Companions, dtype: torch.dtype) -> Tensors:
         """Return the sums of both."""
-        return Tensors(tensor.to(dtype) + lost.to(dtype) for tensor, lost in zip(kept, companions[0], strict=True))
+        pairs = [(tensor.to(dtype), lost.to(dtype)) for tensor, lost in zip(kept, companions[0], strict=True)]
+        # at most half a unit is lost, and it is rounded up to a whole one if that is the smallest number
+        return Tensors(
+            torch.where(lost.abs() <= _unit(kept[0].dtype, value), value + lost, value) for value, lost in pairs
+        )
 
     def store(
         self, kept: list[Tensor], companions: Companions, result: Tensors, noise: Noise | None, place: int
@@ -112,7 +119,7 @@ class Compensated(Storage):
         """Round the result to nearest; keep the difference."""
         rounded = [round_to(kept[0].dtype, value) for value in result]
         lost = Tensors(value - near for value, near in zip(result, rounded, strict=True))
-        Rounded(True).store(companions[0], (), lost, noise, place)
+        Rounded(noise is not None).store(companions[0], (), lost, noise, place)
         torch._foreach_copy_(kept, rounded)
 
 
@@ -183,17 +190,27 @@ def round_to(dtype: torch.dtype, value: Tensor, bits: Tensor | None = None) -> T
 
     ``bits`` are 16 random bits for each element. They round up or down without bias. The numbers are computed, because
     Inductor removes a conversion to ``dtype`` and back. torchair keeps it, and cannot convert integer operations.
+    Results of arithmetic that are NaN or infinite stay so.
     """
     if bits is None and value.device.type == "npu":
         return value.to(dtype).to(torch.float32)
     if dtype == torch.bfloat16:
         plain = bits_of(value)
         added = 0x7FFF + ((plain >> 16) & 1) if bits is None else bits  # to nearest: ties to even
-        return ((plain + added) & ~0xFFFF).view(torch.float32)
-    power = (bits_of(value) & 0x7F800000).view(torch.float32)
-    unit = (power * 2.0**-10).clamp(min=2.0**-24, max=2.0**5)
+        total = plain + added
+        # the sum overflows for some NaN, such as 0x7FFFFFFF, which CUDA makes: then set all bits, which are a NaN too
+        return ((total | ((total ^ plain) >> 31)) & ~0xFFFF).view(torch.float32)
+    unit = _unit(dtype, value)
     share = value.to(torch.float32) / unit
     return (share.round() if bits is None else torch.floor(share + bits.to(torch.float32) * 2.0**-16)) * unit
+
+
+def _unit(dtype: torch.dtype, value: Tensor) -> Tensor:
+    """Return the distance between the numbers of ``dtype`` (bfloat16 or float16) around those in float32."""
+    info = torch.finfo(dtype)
+    largest = 2.0 ** (math.frexp(info.max)[1] - 1)  # the largest power of two
+    power = (bits_of(value) & 0x7F800000).view(torch.float32)
+    return (power * info.eps).clamp(min=info.smallest_normal * info.eps, max=largest * info.eps)
 
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

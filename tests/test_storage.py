@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from compiled_optim.engine.averages import move_towards
 from compiled_optim.noise import Noise, step_seed
 from compiled_optim.quantization import decode, dropped_bits, encode, scales_of
 from compiled_optim.storage import Compensated, Direct, MasterWeights, Rounded, compute_dtype, round_to, storage_for
@@ -149,9 +150,53 @@ def test_a_compensation_keeps_what_rounding_loses():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_compensation_is_not_used_after_somebody_wrote_to_the_parameter(dtype):
+    limits = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, 65520.0])
+    values = torch.cat([torch.randn(2000, generator=torch.Generator().manual_seed(0)).exp(), limits])
+    kept, lost = [values.to(dtype)], [torch.zeros(len(values), dtype=dtype)]
+    for random in (None, Noise([values], [kept[0]], float(step_seed(0, 1)))):
+        Compensated().store(kept, (lost,), Tensors([values.clone()]), random, 0)
+        (loaded,) = Compensated().load(kept, (lost,), torch.float32)
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(loaded[:2000], values[:2000], rtol=2 * unit**2, atol=0, msg="all are used")
+        assert torch.equal(loaded[2000:].isfinite(), kept[0][2000:].isfinite())
+        for written in (0.0, 3.0e-3, 1e4):
+            kept[0].fill_(written)
+            (loaded,) = Compensated().load(kept, (lost,), torch.float32)
+            assert ((loaded - kept[0]).abs() <= max(2 * unit * written, 2.0**-24)).all()
+        kept[0].copy_(values)
+
+
+def test_interpolation_uses_the_exact_weight_unless_somebody_wrote_to_it():
+    param, target = torch.full((2,), 100.0, dtype=torch.bfloat16), torch.zeros(2)
+    param[1] = 0.0
+    for companion, exact in ((torch.full((2,), -0.2).bfloat16(), 99.8), (torch.full((2,), 99.8), 99.8)):
+        key = "master" if companion.dtype == torch.float32 else "compensation"
+        weights = param.clone()
+        values = {"z": target, key: companion}
+        move_towards("z", [weights], {weights: values}, 0.5)
+        whole = values[key].float() + (weights.float() if key == "compensation" else 0)
+        assert whole.tolist() == pytest.approx([exact / 2, 0.0], abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_to_nearest_is_that_of_a_conversion(dtype):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20000, generator=generator) * torch.randn(20000, generator=generator).exp()
     limits = torch.tensor([0.0, -0.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 2.0**-24, 6e-8, 65504.0, math.inf])
     values = torch.cat([values, limits, -limits])
     assert torch.equal(round_to(dtype, values), values.to(dtype).float())
+
+
+NAN_BITS = (0x7FFFFFFF, -1, 0x7FC00000, 0x7FFF8000, -(1 << 22), 0x7FC00001)
+"""NaN as arithmetic makes them: of CUDA, the same negated, of CPUs, and with other payloads."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [None, 0, 1, 0x1234, 0xFFFF])
+def test_what_is_not_finite_stays_so(dtype, bits):
+    drawn = None if bits is None else torch.tensor(bits, dtype=torch.int32)
+    nan = torch.tensor(NAN_BITS, dtype=torch.int32).view(torch.float32)
+    assert round_to(dtype, nan, drawn).isnan().all()
+    infinite = torch.tensor([math.inf, -math.inf])
+    assert torch.equal(round_to(dtype, infinite, drawn), infinite)

@@ -13,8 +13,12 @@ from compiled_optim.engine.states import State
 from compiled_optim.engine.storage_options import uses_seed
 from compiled_optim.engine.stored_states import COMPANIONS, COMPENSATION, MASTER
 from compiled_optim.engine.tensor_types import local_shard
-from compiled_optim.storage import compute_dtype
+from compiled_optim.storage import Compensated, MasterWeights, Storage, compute_dtype
+from compiled_optim.tensors import Tensors
 from compiled_optim.update_program import EMA, EMA_DECAY
+
+STORAGES_OF_WEIGHTS: dict[str, Storage] = {COMPENSATION: Compensated(), MASTER: MasterWeights()}
+"""The storages that keep exact weights behind those in low precision, by the name of their companion."""
 
 
 def needs_step_counts(group: Group) -> bool:
@@ -73,19 +77,17 @@ def move_towards(name: str, params: Iterable[Tensor], state: State, weight: floa
         if target.dtype == weights.dtype and not values.keys() & {*COMPANIONS}:
             weights.lerp_(target, weight)
             continue
-        master, lost = (values.get(key) if key in values else None for key in (MASTER, COMPENSATION))
-        exact = weights.to(compute_dtype(weights.dtype))
-        if lost is not None:
-            exact += local_shard(lost)
-        if master is not None:
-            master = local_shard(master)
-            exact = torch.where(master.to(weights.dtype) == weights, master, exact)
-        exact = exact.lerp(target.to(exact.dtype), weight)
+        dtype = compute_dtype(weights.dtype)
+        exact, stored = weights.to(dtype), []
+        for key, storage in STORAGES_OF_WEIGHTS.items():
+            if values.get(key) is not None:
+                companions = [[local_shard(values[key])]]
+                stored.append((storage, companions))
+                (exact,) = storage.load([weights], companions, dtype)
+        exact = exact.lerp(target.to(dtype), weight)
         weights.copy_(exact)
-        if master is not None:
-            master.copy_(exact)
-        if lost is not None:
-            local_shard(lost).copy_(exact - weights)
+        for storage, companions in stored:
+            storage.store([weights], companions, Tensors([exact]), None, 0)
 
 
 def _averages(groups: Sequence[Group], state: State) -> dict[Tensor, Tensor]:

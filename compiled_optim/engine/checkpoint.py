@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from compiled_optim.engine.numbers import as_number, step_count
 from compiled_optim.engine.rule import Group, Rule, all_params
-from compiled_optim.engine.states import check_state_fits
+from compiled_optim.engine.states import check_codes_fit, check_companions_fit, check_state_fits
 from compiled_optim.engine.storage_options import KEYS as STORAGE_KEYS
 from compiled_optim.engine.stored_states import COMPANIONS, SCALE, is_quantized
 from compiled_optim.storage import compute_dtype
@@ -30,6 +30,7 @@ REMEDY = "load the checkpoint that belongs to this optimizer and model"
 NOT_HYPERPARAMETERS = {
     *("params", "param_names"),
     *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of schedulers
+    *STORAGE_KEYS,  # which belong to the optimizer and not to the checkpoint
 }
 """Keys of a group that are not hyperparameters."""
 
@@ -133,7 +134,8 @@ def _check_sizes(own: Sequence[Group], saved: Sequence[Group]) -> None:
 def _check_is_same_optimizer(optimizer: str, number: int, group: Group, defaults: Mapping[str, Any]) -> None:
     """Raise if a group was saved by another optimizer."""
     numbers = {key for key, value in defaults.items() if not isinstance(value, bool | None)}
-    missing, unknown = numbers - group.keys(), group.keys() - defaults.keys() - NOT_HYPERPARAMETERS
+    missing = numbers - group.keys() - NOT_HYPERPARAMETERS
+    unknown = group.keys() - defaults.keys() - NOT_HYPERPARAMETERS
     if missing and unknown:
         raise ValueError(
             f"group {number} of the checkpoint was saved by another optimizer than {optimizer}: it has "
@@ -170,6 +172,10 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
             check_state_fits(lambda: name, param, state, value, REMEDY, rule.state_shape(state, param.shape))
+            if value.dtype == torch.uint8:
+                check_codes_fit(lambda: name, values, state, REMEDY)
+    if not is_lazy(param):
+        check_companions_fit(lambda: name, param, values, states, REMEDY)
     if rule.counts_steps and "step" in values and step_count(values["step"]) is None:
         raise ValueError(f"'step' of {name} is {values['step']!r}, not a number of steps; {REMEDY}")
     for number in rule.numbers:

@@ -20,7 +20,6 @@ from compiled_optim.engine.bound import BoundBucket
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_memory import VISITS, FlatMemory
 from compiled_optim.engine.rows import Progress, RowReader
-from compiled_optim.engine.stored_states import MASTER
 
 
 class FlatBucket(BoundBucket):
@@ -99,7 +98,7 @@ class FlatBucket(BoundBucket):
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         _, params, *of_states = self._at.buffers
         named = dict(zip(self.bucket.program.kept, of_states, strict=True))
-        entries = self.bucket.entries
+        entries, nonnegative = self.bucket.entries, self.bucket.rule.nonnegative
         if self._at.is_visit:
             self._visitors = [(params.views, [entry.param.detach() for entry in entries])]
             self._visitors += [(buffer.views, [own[name] for own in values]) for name, buffer in named.items()]
@@ -108,14 +107,11 @@ class FlatBucket(BoundBucket):
         for name, buffer in named.items():
             elsewhere = {}
             for i, own, entry, first in zip(places, values, entries, initial, strict=True):
-                tensor = own.get(name)
-                value = None if name == MASTER else first.get(name, 0.0)
-                if tensor is None and value is not None:
-                    buffer.views[i].fill_(value)
-                    continue
-                tensor = entry.param if tensor is None else tensor
-                if not buffer.holds(i, tensor):
-                    elsewhere[i] = tensor
+                source = states.source_of(own, name, entry.param, first, self.bucket.rows, nonnegative)
+                if not isinstance(source, Tensor):
+                    buffer.views[i].fill_(source)
+                elif not buffer.holds(i, source):
+                    elsewhere[i] = source
             buffer.load(elsewhere)
         at = zip(places, entries, strict=True)
         moved = {i: entry.param for i, entry in at if not params.holds(i, entry.param)}
@@ -128,6 +124,7 @@ class FlatBucket(BoundBucket):
                 if own.get(name) is None or not buffer.holds(i, own[name]):
                     own[name] = buffer.views[i].detach()  # an object that user code may point elsewhere
                 kept.append(own[name])
+            states.drop_other_companions(own, named)
         return kept, [buffer.parts for buffer in (params, *of_states)]
 
     def _row_arguments(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from compiled_optim.backends import ScalarRows
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.numbers import Numbers, StepCounters
 from compiled_optim.engine.rule import DECOUPLED, DTYPE_EPS, Constants, Group, Rule, by_name, declaration
-from compiled_optim.engine.storage_options import KEYS
+from compiled_optim.engine.storage_options import KEYS, stored_options
 from compiled_optim.update_program import EMA_DECAY, SHRINK
 
 OWN_OPTIONS = frozenset({*KEYS, EMA_DECAY, DECOUPLED, "cautious"})
@@ -62,7 +62,8 @@ class RowReader:
         self._flag_values = tuple(value for _, value in variant.flags)
         self._optional = [(name, name in variant.states) for name in optional]
         self._numbers = _getter(tuple(rule.numbers))
-        self._has_own = bool(variant.own_scalars) or variant.cautious
+        self._stored = stored_options(group)
+        self._has_own = bool(variant.own_scalars) or variant.cautious or any(self._stored)
         self._options = OWN_OPTIONS.difference(keywords)  # Adam takes decoupled_weight_decay itself
 
     def with_constants(self, constants: Constants) -> RowReader:
@@ -81,6 +82,8 @@ class RowReader:
             group = {**group, **dict(zip(rule.numbers, numbers, strict=True))}
         own = None
         if self._has_own or not group.keys().isdisjoint(self._options) or rule.max_grad_norm_per_parameter is not None:
+            if stored_options(group) != self._stored:
+                return None
             own = rule.own_scalars(group, step)
             if tuple(own) != variant.own_scalars or bool(group.get("cautious")) != variant.cautious:
                 return None

@@ -8,6 +8,7 @@ collectives may hang, as everywhere in torch.distributed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,37 @@ def redistributed(params: Sequence[Tensor]) -> list[Tensor]:
 def placement(tensor: Tensor) -> tuple[Any, ...]:
     """Return the mesh and placements of a DTensor; an empty tuple for a plain tensor."""
     return (as_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()
+
+
+def shard_sizes(param: Tensor) -> set[int]:
+    """Return the numbers of elements that the processes hold of a parameter. Every process gets the same set.
+
+    A process cannot see which shards the others have, but what it decides about buckets has to hold for all.
+    """
+    if not is_dtensor(param):
+        return {param.numel()}
+    mesh, cuts = as_dtensor(param).device_mesh, _placements(param)
+    found = {1}
+    for dim, size in enumerate(param.shape):
+        own = [i for i, cut in enumerate(cuts) if getattr(cut, "dim", None) in (dim, dim - param.ndim)]
+        sizes = {size}
+        if any(hasattr(cuts[i], "split_factor") for i in own):  # the parts are those of another order of the cuts
+            ranks = math.prod(mesh.size(i) for i in own)
+            sizes = {size // ranks if size % ranks == 0 else 0}
+        else:
+            for i in own:
+                sizes = {part for each in sizes for part in _parts(each, mesh.size(i))}
+        found = {some * each for some in found for each in sizes}
+    return found
+
+
+def _parts(size: int, ranks: int) -> set[int]:
+    """Return the sizes of the parts into which torch cuts a dimension, as ``torch.chunk`` does."""
+    largest = -(-size // ranks)
+    if not largest:
+        return {0}
+    rest, has_empty = size % largest, -(-size // largest) < ranks
+    return {largest, *([rest] if rest else []), *([0] if has_empty else [])}
 
 
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:

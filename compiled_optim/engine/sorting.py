@@ -15,7 +15,7 @@ from compiled_optim.engine.matrix_map import MatrixCut
 from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
-from compiled_optim.engine.sharding import ShardSpec, check_supported
+from compiled_optim.engine.sharding import ShardSpec, check_supported, shard_sizes
 from compiled_optim.engine.storage_options import EIGHT_BIT, KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
 from compiled_optim.flat_programs import works_flat
@@ -94,8 +94,10 @@ def make_buckets(
         own_states = program.states
         own_formats = USUAL
         if stored[number]:
+            sizes = shard_sizes(param) if is_sharded else {param.numel()}
+            whole_blocks = backends[device].whole_blocks
             own_formats = formats_for(
-                groups[number], own_states, local, rule.nonnegative, backends[device].whole_blocks, rule.unquantized
+                groups[number], own_states, dtype, sizes, rule.nonnegative, whole_blocks, rule.unquantized
             )
         kept, steps = tuple(states.new_state_dtype(name, dtype, own_formats) for name in own_states), 0
         if values:

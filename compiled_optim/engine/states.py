@@ -15,9 +15,18 @@ from compiled_optim.engine.numbers import REMEDY, step_count
 from compiled_optim.engine.rule import Rule
 from compiled_optim.engine.sharding import placement, shard_like
 from compiled_optim.engine.storage_options import USUAL, Formats
-from compiled_optim.engine.stored_states import COMPANIONS, MASTER, SCALE, dequantize, is_quantized, quantize
+from compiled_optim.engine.stored_states import (
+    COMPANIONS,
+    MASTER,
+    SCALE,
+    dequantize,
+    is_quantized,
+    quantize,
+    rows_of_scales,
+)
 from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.modes import outside_of_modes
+from compiled_optim.quantization import BLOCK
 from compiled_optim.storage import Quantized, compute_dtype
 from compiled_optim.update_program import EMA, UpdateProgram
 
@@ -37,6 +46,7 @@ def kept_dtypes(
 
     A state that does not exist yet, or that ``formats`` names, will have the dtype of :func:`new_state_dtype`.
     """
+    check_companions_fit(parameter_name, param, values, names, REMEDY)
     dtypes = []
     for name in names:
         tensor = values.get(name)
@@ -45,6 +55,7 @@ def kept_dtypes(
             continue
         check_state_fits(parameter_name, param, name, tensor, REMEDY, rule.state_shape(name, param.shape))
         if is_quantized(values, name):
+            check_codes_fit(parameter_name, values, name, REMEDY)
             kept = formats.of(name)
             dtypes.append(compute_dtype(param.dtype) if kept is None else new_state_dtype(name, param.dtype, formats))
             continue
@@ -88,6 +99,33 @@ def check_state_fits(
             f"state {name!r} of {parameter_name()} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
             f"parameter has {tuple(param.shape)} and {param.dtype}{expects}; {remedy}"
         )
+
+
+def check_codes_fit(parameter_name: Callable[[], str], values: Mapping[str, Any], name: str, remedy: str) -> None:
+    """Raise if the scales of a state in 8 bits are not those of its codes. Compiled code would read beyond them."""
+    codes, scales = local_shard(values[name]), values.get(name + SCALE)
+    if rows_of_scales(codes, scales, 0) is None:
+        found = type(scales).__name__
+        if isinstance(scales, Tensor):
+            found = f"{scales.dtype} of shape {tuple(scales.shape)}"
+        raise ValueError(
+            f"state {name!r} of {parameter_name()} is kept in 8 bits, but {name + SCALE!r} is {found}, and not "
+            f"{torch.float32} with a number for each {BLOCK} elements or for each row; {remedy}"
+        )
+
+
+def check_companions_fit(
+    parameter_name: Callable[[], str], param: Tensor, values: Mapping[str, Any], names: Collection[str], remedy: str
+) -> None:
+    """Raise if master weights or compensations do not fit their parameter. ``names`` are the states of the rule."""
+    for name in COMPANIONS:
+        value = values.get(name)
+        if name in names or value is None:
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name!r} of {parameter_name()} is {kind}, not a tensor of floats; {remedy}")
+        check_state_fits(parameter_name, param, name, value, remedy, param.shape)
 
 
 def steps_taken(
@@ -135,31 +173,61 @@ def materialize_states(
         if name in found:  # scales, which were made with the codes
             made = found[name]
         elif isinstance(storage, Quantized):
-            made, found[name + SCALE] = _codes(values, name, held, local, initial[name] or 0.0, rows, storage.signed)
-        elif held is not None and is_quantized(values, name):
-            plain = dequantize(held, values[name + SCALE], name not in nonnegative, rows)
-            made = layout.copy_like(local, plain, rows, dtype)
+            made, found[name + SCALE] = _codes(values, name, local, initial, rows, nonnegative)
         elif name in reduced:
             shape = program.list_shape(2 + program.kept.index(name), local.shape)
             made = _reduced(held, shape, initial.get(name) or 0.0, dtype, local.device)
-        elif held is None:
-            value = None if name == MASTER else initial.get(name, 0.0)
-            if value is None:
-                made = layout.copy_like(local, local.detach(), rows, dtype)
-            else:
-                made = layout.full_like(local, value, rows, dtype)
-        elif held.device != local.device or held.dtype != dtype or not layout.pairs_with(local, held, rows):
-            made = layout.copy_like(local, held, rows, dtype)
         else:
-            made = held
+            source = source_of(values, name, local, initial, rows, nonnegative)
+            if not isinstance(source, Tensor):
+                made = layout.full_like(local, source, rows, dtype)
+            elif (
+                source is held
+                and held.device == local.device
+                and held.dtype == dtype
+                and layout.pairs_with(local, held, rows)
+            ):
+                made = held
+            else:
+                made = layout.copy_like(local, source, rows, dtype)
         found[name] = made
         if made is not held:
             has_shape = made.shape == local.shape and not name.endswith(SCALE)
             values[name] = shard_like(param, made) if is_sharded and has_shape else made
-    for name in [name for name in values if name in COMPANIONS or name.removesuffix(SCALE) in found]:
-        if name not in found:  # of a storage that the parameter no longer has
-            del values[name]
+    drop_other_companions(values, found)
     return [found[name] for name in program.kept]
+
+
+def source_of(
+    values: Mapping[str, Any],
+    name: str,
+    local: Tensor,
+    initial: Mapping[str, float | None],
+    rows: int,
+    nonnegative: Collection[str],
+) -> Tensor | float:
+    """Return what a state gets its values from: what is kept now, decoded if that is codes, or how a state starts.
+
+    Args:
+        values: the states of the parameter by name.
+        name: the name of the state, or of a companion of the parameter.
+        local: what this process holds of the parameter.
+        initial: the initial values of the states, None for a copy of the parameter. Master weights start as copies too.
+        rows: the number of dimensions, after the first, in which the program sees the parameter.
+        nonnegative: the names of states without a sign.
+    """
+    if values.get(name) is None:
+        value = initial.get(name, None if name == MASTER else 0.0)
+        return local.detach() if value is None else value
+    held = local_shard(values[name])
+    return dequantize(held, values[name + SCALE], name not in nonnegative, rows) if is_quantized(values, name) else held
+
+
+def drop_other_companions(values: dict[str, Any], kept: Collection[str]) -> None:
+    """Delete the companions of storages that a parameter no longer has. ``kept`` are the names of what it keeps now."""
+    for name in [name for name in values if name in COMPANIONS or name.removesuffix(SCALE) in kept]:
+        if name not in kept:
+            del values[name]
 
 
 def _reduced(
@@ -172,17 +240,23 @@ def _reduced(
 
 
 def _codes(
-    values: Mapping[str, Any], name: str, held: Tensor | None, local: Tensor, initial: float, rows: int, signed: bool
+    values: Mapping[str, Any],
+    name: str,
+    local: Tensor,
+    initial: Mapping[str, float | None],
+    rows: int,
+    nonnegative: Collection[str],
 ) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of a state, converted from whatever it is kept in now."""
-    if held is None:
-        return quantize(local, layout.full_like(local, initial, rows, torch.float32), signed, rows)
-    if not is_quantized(values, name):
-        return quantize(local, held.to(local.device), signed, rows)
-    scales: Tensor = values[name + SCALE]
-    if held.device == local.device == scales.device and layout.pairs_with(local, held, rows):
-        return held, scales
-    return quantize(local, dequantize(held, scales, signed, rows).to(local.device), signed, rows)
+    if is_quantized(values, name):
+        held, scales = local_shard(values[name]), values[name + SCALE]
+        is_usable = rows_of_scales(held, scales, rows) == rows and layout.pairs_with(local, held, rows)
+        if is_usable and held.device == local.device == scales.device:
+            return held, scales
+    source = source_of(values, name, local, initial, rows, nonnegative)
+    if not isinstance(source, Tensor):
+        source = layout.full_like(local, source, rows, torch.float32)
+    return quantize(local, source.to(local.device), name not in nonnegative, rows)
 
 
 def convert_states(

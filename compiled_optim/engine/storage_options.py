@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
 from compiled_optim.quantization import BLOCK, blocks
 from compiled_optim.storage import (
@@ -49,12 +48,12 @@ class Formats:
     """How one parameter and its states are kept.
 
     ``param`` is the storage of the parameter, None for the usual one. ``states`` are the formats of the states that the
-    options name. ``stochastic`` says how tensors of low precision are rounded.
+    options name. ``stochastic`` names the states that are rounded stochastically if they are kept in low precision.
     """
 
     param: Storage | None = None
     states: tuple[tuple[str, Kept], ...] = ()
-    stochastic: bool = False
+    stochastic: tuple[str, ...] = ()
 
     def of(self, state: str) -> Kept | None:
         """Return the format of a state; None if no option names it."""
@@ -64,51 +63,68 @@ class Formats:
 USUAL = Formats()
 
 
+def stored_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of KEYS in a group, for comparison with later ones."""
+    found = map(group.get, KEYS)
+    return tuple(dict(value) if isinstance(value, Mapping) else value for value in found)
+
+
+def _rounds_at_random(group: Mapping[str, Any], is_named: bool) -> bool:
+    """Return True if states in low precision are rounded stochastically: those that ``state_dtype`` names, or others.
+
+    Parameters are rounded like the others.
+    """
+    rounding = group.get("rounding")
+    return rounding in ("stochastic", "kahan") or (is_named and rounding != "nearest")
+
+
 def uses_seed(group: Mapping[str, Any]) -> bool:
     """Return True if a tensor of a group may be rounded stochastically."""
-    if group.get("rounding") in ("stochastic", "kahan"):
+    if _rounds_at_random(group, False):
         return True
     chosen = group.get("state_dtype")
     if chosen is None:
         return False
     kept = {*(chosen.values() if isinstance(chosen, Mapping) else (chosen,))}
-    return EIGHT_BIT in kept or (group.get("rounding") != "nearest" and bool(kept & {*LOW_PRECISION}))
+    return EIGHT_BIT in kept or (_rounds_at_random(group, True) and bool(kept & {*LOW_PRECISION}))
 
 
 def formats_for(
     group: Mapping[str, Any],
     states: Sequence[str],
-    param: Tensor,
+    dtype: torch.dtype,
+    sizes: Collection[int],
     nonnegative: Collection[str],
     whole_blocks: bool,
     unquantized: Collection[str] = (),
 ) -> Formats:
-    """Return how a parameter and its states are kept.
+    """Return how a parameter of ``dtype`` and its states are kept.
 
-    ``nonnegative`` names states without a sign, ``unquantized`` those that are never kept in 8 bits. With
-    ``whole_blocks``, 8 bits are for tensors of whole blocks only.
+    ``sizes`` are the numbers of elements that the processes hold of it: 8 bits are for parameters of which each shard
+    is large enough, so that all processes decide alike. ``nonnegative`` names states without a sign, ``unquantized``
+    those that are never kept in 8 bits. With ``whole_blocks``, 8 bits are for shards of whole blocks only.
     """
     chosen, rounding = group.get("state_dtype"), group.get("rounding")
     storage: Storage | None = None
-    if param.dtype in LOW_PRECISION:
+    if dtype in LOW_PRECISION:
         if group.get("master_weights"):
             storage = MasterWeights()
         elif rounding == "kahan":
             storage = Compensated()
         elif rounding == "stochastic":
-            storage = storage_for(param.dtype, torch.float32, True)
+            storage = storage_for(dtype, torch.float32, True)
     named: Mapping[str, Kept] = {}
     if chosen is None and storage is not None:
-        chosen = torch.float32 if isinstance(storage, MasterWeights) else param.dtype
+        chosen = torch.float32 if isinstance(storage, MasterWeights) else dtype
     if chosen is not None:
         named = chosen if isinstance(chosen, Mapping) else _for_all(chosen, states, nonnegative)
-    is_small = param.numel() < QUANTIZED_FROM or (whole_blocks and param.numel() % BLOCK != 0)
+    is_small = min(sizes) < QUANTIZED_FROM or (whole_blocks and any(size % BLOCK for size in sizes))
     kept = {
-        name: compute_dtype(param.dtype) if each == EIGHT_BIT and (is_small or name in unquantized) else each
+        name: compute_dtype(dtype) if each == EIGHT_BIT and (is_small or name in unquantized) else each
         for name, each in named.items()
         if name in states
     }
-    stochastic = rounding in ("stochastic", "kahan") or (chosen is not None and rounding != "nearest")
+    stochastic = tuple(name for name in states if _rounds_at_random(group, name in kept))
     return Formats(storage, tuple(kept.items()), stochastic) if kept or storage or stochastic else USUAL
 
 
@@ -134,7 +150,7 @@ def with_storages(
         if formats.of(name) == EIGHT_BIT:
             storages.append(Quantized(name not in nonnegative))
         else:
-            storages.append(storage_for(each, dtype, formats.stochastic))
+            storages.append(storage_for(each, dtype, name in formats.stochastic))
     owners = ("", *program.states)
     companions = [
         owner + name if name.startswith("_") else name
@@ -183,6 +199,12 @@ def check_storage(
             raise ValueError(
                 f"{unsuitable[0]!r} cannot be kept in float16: squares of gradients below 2.4e-4 would vanish; use "
                 "torch.bfloat16"
+            )
+        if chosen.get(EMA) == EIGHT_BIT:
+            usable = ", ".join(str(each) for each in STATE_DTYPES if each != EIGHT_BIT)
+            raise ValueError(
+                f"the average of the weights, {EMA!r}, cannot be kept in 8 bits: ema() writes it into the weights; use "
+                f"{usable}, or leave it out to keep it in float32"
             )
     for each in chosen.values() if isinstance(chosen, Mapping) else (chosen,):
         if each is not None and each not in STATE_DTYPES:

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_optim.engine import layout
 from compiled_optim.engine.sharding import shard_like
 from compiled_optim.engine.tensor_types import local_shard
-from compiled_optim.quantization import decode, encode, scales_of
+from compiled_optim.quantization import blocks, decode, encode, scales_of
 from compiled_optim.storage import Compensated, MasterWeights, Quantized
 
 (SCALE,) = Quantized.companions
@@ -30,8 +30,24 @@ def is_quantized(values: Mapping[str, Any], name: str) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 and isinstance(values.get(name + SCALE), Tensor)
 
 
+def rows_of_scales(codes: Tensor, scales: object, rows: int) -> int | None:
+    """Return in how many dimensions, after the first, a program sees codes with these scales; None if none would.
+
+    This is ``rows`` if the scales fit that. Another rule may have saved them by blocks instead of by rows.
+    """
+    if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
+        return None
+    for each in (rows, 0, 1):
+        by_rows = each > 0 and codes.ndim > 1
+        count = codes.shape[0] if by_rows else blocks(codes.numel())
+        if scales.shape == (count,) and layout.has_working_view(codes, int(by_rows)):
+            return int(by_rows)
+    return None
+
+
 def dequantize(codes: Tensor, scales: Tensor, signed: bool, rows: int) -> Tensor:
-    """Return a state in float32, with the strides of its codes."""
+    """Return a state in float32, with the strides of its codes. ``rows`` is how the rule of its parameter sees it."""
+    rows = rows_of_scales(codes, scales, rows) or 0
     flat = layout.working_view(codes, rows)
     made = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.float32, device=codes.device)
     layout.working_view(made, rows).copy_(decode(flat, scales.to(codes.device), signed))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.engine.hyperparameters import check_lr
-from compiled_optim.engine.rule import Group
+from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import TorchOptions
 from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
@@ -60,6 +60,7 @@ class Adafactor(Optimizer):
     matrices = True
     reduced_states: ClassVar[Mapping[str, int]] = {"row_var": -1, "col_var": -2}
     vector_states = frozenset({"variance"})
+    nonnegative = Rule.nonnegative | {"row_var", "col_var", "variance"}
     takes_complex = False
 
     def __init__(

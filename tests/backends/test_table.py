@@ -209,20 +209,30 @@ class Seen(Exception):
     """Ends a step or a compilation that has shown what a test looks at."""
 
 
-def test_a_block_is_computed_once_and_without_slow_operations(monkeypatch):
-    """Else a step with 8-bit states takes twice as long."""
+def kernels_of(monkeypatch, dtype, **options):
+    """Return the C++ source of the kernels of a step of AdamW, without compiling them."""
 
     def seen(*arguments):
         raise Seen(arguments[-1])
 
-    param = torch.nn.Parameter(torch.randn(64, 128))
+    param = torch.nn.Parameter(torch.randn(64, 128).to(dtype))
     param.grad = torch.randn_like(param)
     monkeypatch.setattr(table_backend.TableBackend, "get_unit", seen)
     with pytest.raises(Seen) as signature:
-        co.AdamW([param], state_dtype="8bit").step()
+        co.AdamW([param], **options).step()
     monkeypatch.setattr(table_compiler.libraries, "build_and_load", seen)
     with pytest.raises(Seen) as source:
         table_compiler.compile_table(signature.value.args[0])
-    kernels, _, _ = source.value.args[0].partition("static void update_part(")
+    return source.value.args[0].partition("static void update_part(")[0]
+
+
+def test_a_block_is_computed_once_and_without_slow_operations(monkeypatch):
+    """Else a step with 8-bit states takes twice as long."""
+    kernels = kernels_of(monkeypatch, torch.float32, state_dtype="8bit")
     assert "vec_reduce_all<int32_t" not in kernels
     assert kernels.count("load_part<uint8_t") == 2  # the codes of each moment are read once
+
+
+def test_what_is_rounded_stochastically_is_not_rounded_again(monkeypatch):
+    kernels = kernels_of(monkeypatch, torch.bfloat16, rounding="stochastic")
+    assert "= upper_halves(" in kernels.partition("C10_UNLIKELY(")[0]

@@ -23,7 +23,7 @@ from tests.helpers import copies, gradients, parameters
 
 from .backward_cases import averages, in_backward, in_backward_of_ddp
 from .shard_cases import columns, refusals, rows
-from .stored_cases import STORED, load_stored, save_stored, stored
+from .stored_cases import STORED, load_stored, save_stored, stored, uneven
 from .training import STEPS, alone, backward, farthest, model, on_ranks, sharded, whole
 from .world import warm_up
 
@@ -186,7 +186,7 @@ TWO = {
     **{f"formula {name}": partial(shards_against_the_formula, name) for name in SHARDED},
     **{f"ddp {name}": partial(ddp, name) for name in ("AdamW", *BY_TENSOR)},
     **{f"in backward {name}": partial(in_backward, name) for name in ("AdamW", "Lamb")},
-    **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched)},
+    **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched, uneven)},
     **{f.__name__: f for f in (averages, in_backward_of_ddp)},
     **{f"stored {label}": partial(stored, label) for label in STORED},
 }

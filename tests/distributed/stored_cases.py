@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import compiled_optim as co
 
@@ -88,3 +89,25 @@ def load_stored(label: str, folder: Path) -> bool:
     set_state_dict(made, optimizer, model_state_dict=weights, optim_state_dict=state)
     _train(made, optimizer, range(STEPS // 2, STEPS))
     return all(map(torch.equal, whole(made), _alone(label)))
+
+
+UNEVEN = (127, 64), (1, 8192), (10,)
+"""Of the first, only one shard of two has the elements that 8 bits are for; of the second, one is empty."""
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Train parameters of which one rank holds more, with a norm over all of them; all ranks keep states alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole_grads = [torch.full(shape, 0.1) for shape in UNEVEN]
+    params = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in UNEVEN]
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "state_dtype": "8bit", "compile": False}
+    optimizer = co.AdamW(params, **options)
+    buckets = []
+    for _ in range(2):
+        for param, grad in zip(params, whole_grads, strict=True):
+            param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        optimizer.step()
+        buckets.append(len(optimizer.explain().batches))
+    norm = sum(grad.square().sum() for grad in whole_grads) ** 0.5
+    dtypes = [optimizer.state[param]["exp_avg"].dtype for param in params]
+    return {"norm": float(optimizer.last_grad_norm), "expected": float(norm), "dtypes": dtypes, "buckets": buckets}

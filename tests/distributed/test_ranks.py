@@ -151,6 +151,13 @@ def test_other_storages_of_shards_give_the_bits_of_one_process(on_two, label):
         assert answer["dtypes"]["exp_avg"] == kept
 
 
+def test_all_ranks_decide_alike_what_is_kept_in_8_bits(on_two):
+    first, second = of(on_two, "uneven")
+    assert first == second
+    assert first["dtypes"] == [torch.float32] * 3
+    assert first["norm"] == pytest.approx(first["expected"], rel=1e-5)
+
+
 @pytest.mark.parametrize("label", cases.STORED)
 def test_other_storages_go_on_with_another_number_of_ranks(reloaded, label):
     assert all(of(reloaded, f"load stored {label}"))

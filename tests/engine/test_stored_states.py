@@ -273,6 +273,11 @@ INVALID = {
     "unknown word": ({"state_dtype": "4bit"}, ValueError, "Invalid state_dtype value: '4bit'"),
     "unknown state": ({"state_dtype": {"momentum": "8bit"}}, ValueError, r"AdamW keeps \['exp_avg', 'exp_avg_sq'\]"),
     "float16 squares": ({"state_dtype": {"exp_avg_sq": torch.float16}}, ValueError, "use torch.bfloat16"),
+    "average in 8 bits": (
+        {"state_dtype": {"ema": "8bit"}, "ema_decay": 0.9},
+        ValueError,
+        "use torch.float32, torch.bfloat16, torch.float16, or leave it out",
+    ),
     "unknown rounding": ({"rounding": "up"}, ValueError, "'nearest', 'stochastic', 'kahan'"),
     "two ways": ({"rounding": "kahan", "master_weights": True}, ValueError, "pass one of both"),
     "seed": ({"rounding": "stochastic", "rounding_seed": 0.5}, TypeError, "takes an int"),
@@ -296,6 +301,23 @@ def test_states_rounded_to_nearest_are_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         co.AdamW(make_params(), **BF16_STATES)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (8192,)], ids=str)
+def test_second_moments_of_adafactor_have_no_sign(shape):
+    param = torch.nn.Parameter(torch.ones(shape))
+    for name in ("row_var", "col_var", "variance"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be kept in float16"):
+            co.Adafactor([param], state_dtype={name: torch.float16})
+    updates = []
+    for kept in (None, torch.float16, "8bit"):
+        param = torch.nn.Parameter(torch.ones(shape))
+        optimizer = co.Adafactor([param], lr=1e-2, compile=False, **({"state_dtype": kept} if kept else {}))
+        param.grad = 1e-5 * torch.logspace(0, -3, param.numel()).view(shape)
+        optimizer.step()
+        updates.append(param.detach() - 1)
+        assert all(value.dtype != torch.float16 for value in optimizer.state[param].values())
+    assert all((each - updates[0]).norm() < 0.05 * updates[0].norm() for each in updates)
 
 
 PEAK = """

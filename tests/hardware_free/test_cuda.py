@@ -140,11 +140,11 @@ Lamb[bfloat16, table] update                    79  80,  0, 16, 16
 AdamP[bfloat16, rows, table] measure           126 128,  0, 16,  4
 AdamP[bfloat16, rows, table] update             80  80, 16, 16, 16
 AdamP[bfloat16, table] update                   76  77,  0, 16, 16
-AdamW[float32+bfloat16, stochastic, table] update  73  74,  0, 16, 16
+AdamW[float32+bfloat16, stochastic, table] update  72  73,  0, 16, 16
 AdamW[float32+uint8, rows, 8-bit, table] update 112 113,  0, 16, 16
-AdamW[bfloat16, stochastic, table] update       74  75,  0, 16, 16
+AdamW[bfloat16, stochastic, table] update       96  96,  0, 16, 16
 AdamW[bfloat16, kahan, stochastic, table] update 106 104,  0, 16, 16
-AdamW[bfloat16+float32, master weights, table] update  96  97,  0, 16, 16
+AdamW[bfloat16+float32, master weights, table] update  98  99,  0, 16, 16
 AdamW[float32, unscales, table] update          66  66,  0, 16, 16
 Lamb[float32, unscales, table] measure          59  57,  0, 16, 16
 Lamb[float32, unscales, table] update           39  40,  0, 16, 16
