@@ -217,11 +217,11 @@ class Optimizer(SavedOptimizer):
         The averages are written into the parameters, and the weights are restored at the end, also after an exception.
         """
         with averages.swapped_in(self.param_groups, self._state):
-            self._has_averages_swapped_in = True
+            before, self._has_averages_swapped_in = self._has_averages_swapped_in, True
             try:
                 yield
             finally:
-                self._has_averages_swapped_in = False
+                self._has_averages_swapped_in = before
 
     def ema_state_dict(self) -> dict[str, Tensor]:
         """Return copies of the averaged weights by name, as ``model.load_state_dict`` takes them."""
@@ -279,8 +279,7 @@ class Optimizer(SavedOptimizer):
             self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names)
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
-        if self._has_averages_swapped_in:
-            raise RuntimeError("step() inside ema() would train the averaged weights; leave the context first")
+        self._check_weights_in_place()
         self.before_step(self.param_groups)
         loss = None
         if closure is not None:
@@ -305,6 +304,14 @@ class Optimizer(SavedOptimizer):
         check_storage(type(self).__name__, group, self.state_names(group), self.nonnegative)
         self._stepper.check_storage(group)
 
+    def _check_weights_in_place(self) -> None:
+        """Raise if the parameters hold averages, which a step would train."""
+        if self._has_averages_swapped_in:
+            raise RuntimeError(
+                "step() inside ema() would train the averaged weights; leave the context first, also before backward "
+                "if in_backward=True"
+            )
+
     def _follow_modules(self) -> None:
         """Follow parameters that a watched module has replaced, unless a step has to report them."""
         if self.on_realloc == "recompile" and not self._stepper.tracker.modules_unchanged():
@@ -326,6 +333,7 @@ class Optimizer(SavedOptimizer):
 
     def _update(self, only: Collection[Tensor] | None = None, is_first: bool = True) -> None:
         stepper, unscale, found_inf = self._stepper, None, None
+        self._check_weights_in_place()  # again, for steps during backward and closures that enter ema()
         if only is not None:
             self.before_step(self.param_groups)
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:

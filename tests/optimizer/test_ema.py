@@ -228,3 +228,31 @@ def test_clipping_each_parameter_by_its_own_norm(name, compiled):
                     nn.utils.clip_grad_norm_([param], 0.01)
             own.step()
     assert_near(net.parameters(), twin.parameters())
+
+
+def test_a_step_inside_a_nested_context_is_refused():
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY)
+    train(net, optimizer)
+    with optimizer.ema():
+        with optimizer.ema():
+            pass
+        with pytest.raises(RuntimeError, match="inside ema"):
+            optimizer.step()
+    optimizer.step()
+
+
+def test_a_backward_that_steps_inside_the_context_is_refused():
+    """Nothing is stepped: neither the averages that are in the parameters, nor the weights."""
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY, in_backward=True)
+    train(net, optimizer)
+    weights, before = [param.detach().clone() for param in net.parameters()], averages(net, optimizer)
+    before = [average.clone() for average in before]
+    with optimizer.ema():
+        with pytest.raises(RuntimeError, match="inside ema"):
+            net(torch.ones(4, 6)).sum().backward()
+        assert_near(net.parameters(), before, rtol=0, atol=0)
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
+    optimizer.zero_grad()
+    train(net, optimizer)
