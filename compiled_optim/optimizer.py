@@ -216,6 +216,7 @@ class Optimizer(SavedOptimizer):
 
         The averages are written into the parameters, and the weights are restored at the end, also after an exception.
         """
+        self._follow_modules()
         with averages.swapped_in(self.param_groups, self._state):
             before, self._has_averages_swapped_in = self._has_averages_swapped_in, True
             try:
@@ -225,6 +226,7 @@ class Optimizer(SavedOptimizer):
 
     def ema_state_dict(self) -> dict[str, Tensor]:
         """Return copies of the averaged weights by name, as ``model.load_state_dict`` takes them."""
+        self._follow_modules()
         return averages.averages_by_name(self.param_groups, self._state)
 
     def watch(self, module: torch.nn.Module) -> None:

@@ -256,3 +256,30 @@ def test_a_backward_that_steps_inside_the_context_is_refused():
     assert_near(net.parameters(), weights, rtol=0, atol=0)
     optimizer.zero_grad()
     train(net, optimizer)
+
+
+@pytest.mark.parametrize("convert", [lambda net: net.double().float(), lambda net: net.double()], ids=["twice", "once"])
+def test_weights_are_restored_into_converted_parameters(convert):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY)
+    train(net, optimizer)
+    weights = [param.detach().clone() for param in net.parameters()]
+    with optimizer.ema():
+        convert(net)
+    for param, weight in zip(net.parameters(), weights, strict=True):
+        assert torch.equal(param, weight.to(param.dtype))
+
+
+def test_a_replaced_parameter_is_followed_first(monkeypatch):
+    """``net.double()`` makes new parameters here. The average moves along, and is swapped in and out there."""
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY)
+    train(net, optimizer)
+    before = [average.clone() for average in averages(net, optimizer)]
+    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+    net.double()
+    weights = [param.detach().clone() for param in net.parameters()]
+    assert_near(optimizer.ema_state_dict().values(), [average.double() for average in before])
+    with optimizer.ema():
+        assert_near(net.parameters(), [average.double() for average in before])
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
