@@ -283,3 +283,20 @@ def test_a_replaced_parameter_is_followed_first(monkeypatch):
     with optimizer.ema():
         assert_near(net.parameters(), [average.double() for average in before])
     assert_near(net.parameters(), weights, rtol=0, atol=0)
+
+
+def test_an_average_that_is_added_later_does_not_repeat_the_first_step(compiled):
+    """SGD's first step has no dampening. The average starts from the loaded weights."""
+    net, twin = model(), model()
+    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    reference = torch.optim.SGD(twin.parameters(), **options)
+    train(twin, reference, steps=range(3))
+    net.load_state_dict(twin.state_dict())
+    optimizer = co.SGD(net, **options, compile=compiled, ema_decay=DECAY)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    old = net[0].weight.detach().clone()
+    train(net, optimizer, steps=[3])
+    train(twin, reference, steps=[3])
+    assert_near(net.parameters(), twin.parameters())
+    expected = DECAY * old + (1 - DECAY) * net[0].weight.detach()
+    torch.testing.assert_close(optimizer.state[net[0].weight]["ema"], expected)
