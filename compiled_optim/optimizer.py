@@ -281,19 +281,23 @@ class Optimizer(SavedOptimizer):
             self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names)
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
-        self._check_weights_in_place()
-        self.before_step(self.param_groups)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._backward is not None:
-            self._end_iteration(self._backward)
-        elif torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
-            with torch.inference_mode(False):
+        try:
+            self._check_weights_in_place()
+            self.before_step(self.param_groups)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if self._backward is not None:
+                self._end_iteration(self._backward)
+            elif torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
+                with torch.inference_mode(False):
+                    self._update()
+            else:
                 self._update()
-        else:
-            self._update()
+        except BaseException:
+            amp.remove_marks(self.__dict__)
+            raise
         return loss
 
     _observed_step = profile_hook_step(_step)
@@ -323,7 +327,6 @@ class Optimizer(SavedOptimizer):
     def _end_iteration(self, steps: BackwardSteps) -> None:
         """End an iteration in which backward has stepped the parameters."""
         if "found_inf" in self.__dict__:
-            amp.remove_marks(self.__dict__)
             raise RuntimeError(
                 f"{type(self).__name__} with in_backward=True does not support GradScaler: parameters are stepped "
                 "before all gradients are known to be finite; use bfloat16 without a scaler, or in_backward=False"
@@ -360,7 +363,6 @@ class Optimizer(SavedOptimizer):
             set_grad_enabled(records)
         except BaseException:  # no finally, because an interrupt at its beginning would skip it
             set_grad_enabled(records)
-            amp.remove_marks(self.__dict__)
             raise
 
 
