@@ -56,10 +56,22 @@ class BackwardSteps:
         self._stepped: set[Tensor] = set()
         self._is_running = False  # whether a backward has begun and has not ended
 
-    def attach(self, groups: Sequence[Group]) -> None:
-        """Step the trainable parameters of these groups from now on, and no others."""
+    def restart(self, groups: Sequence[Group]) -> None:
+        """Begin a new iteration with the groups of a checkpoint. What a failed backward has left is dropped."""
+        if self._is_running:
+            for param in self._params:
+                param.grad = None
+        self.reset()
+        self.attach(groups)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise if the gradients of a group are clipped by a norm over several of them, or the rule sums over all."""
         for group in groups:
             self._check_not_clipped(group)
+
+    def attach(self, groups: Sequence[Group]) -> None:
+        """Step the trainable parameters of these groups from now on, and no others."""
+        self.check(groups)
         current = {param: None for param in all_params(groups) if param.requires_grad}
         for param in self._params.keys() - current.keys():
             _hooks.pop(param).remove()  # type: ignore[no-untyped-call]
@@ -130,8 +142,7 @@ class BackwardSteps:
     def _flush(self, params: Collection[Tensor]) -> None:
         """Step parameters and free their gradients."""
         if params:
-            for group in self._groups:
-                self._check_not_clipped(group)  # user code may have set max_grad_norm
+            self.check(self._groups)  # user code may have set max_grad_norm
             self._step(params, not self._stepped)
             for param in params:
                 param.grad = None
@@ -145,7 +156,6 @@ class BackwardSteps:
         return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
 
     def _check_not_clipped(self, group: Group) -> None:
-        """Raise if the gradients of a group are clipped by a norm over several of them, or the rule sums over all."""
         if self._rule.sums_over_all:
             raise ValueError(
                 f"{self._name} does not support in_backward=True: its formula sums over all gradients, but each is "

@@ -188,6 +188,8 @@ class Optimizer(SavedOptimizer):
                 check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(rule, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
+            if self._backward is not None:
+                self._backward.check([group])
         except Exception:
             self.param_groups.pop()
             raise

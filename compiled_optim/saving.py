@@ -123,12 +123,18 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
         stepper, groups, state = self._stepper, self.param_groups, self._state
 
         def load() -> None:
-            self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
+            loaded = checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict)
+            if self._backward is not None:
+                whole = [checkpoint.complete_group(self, self.defaults, group) for group in loaded["param_groups"]]
+                self._backward.check(whole)
+            self.__setstate__(loaded)
 
         if self.on_realloc == "recompile":
             stepper.sync_params(groups, state, load)
         else:  # the next step reports changes
             load()
+        if self._backward is not None:
+            self._backward.restart(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -268,3 +268,46 @@ def test_hooks_of_the_step_and_closures():
 
     assert optimizer.step(closure) > 0
     assert seen == ["post"]
+
+
+def test_loading_a_checkpoint_begins_a_new_iteration():
+    """Also after a backward that failed: what it has left is dropped."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = co.AdamW(net, compile=False, in_backward=True)
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights, saved = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    runs = []
+    for fails in (False, True):
+        if fails:
+            with pytest.raises(KeyError):
+                net[1](Fails.apply(net[0](torch.ones(1, 4)))).sum().backward()
+            net[0].weight.grad = torch.ones(4, 4)  # as an error in the step of this parameter leaves it
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        runs.append([param.detach().clone() for param in net.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_checkpoint_that_clips_is_refused_before_anything_changes():
+    net, twin = nn.Linear(4, 4), nn.Linear(4, 4)
+    clips = co.BertAdam(twin, lr=0.1, max_grad_norm=1.0, compile=False)
+    optimizer = co.BertAdam(net, lr=0.2, max_grad_norm=-1, compile=False, in_backward=True)
+    with pytest.raises(ValueError, match="cannot clip by the norm of all gradients"):
+        optimizer.load_state_dict(clips.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_group_that_clips_is_refused_and_not_kept():
+    net = nn.Linear(4, 4)
+    optimizer = co.BertAdam([net.weight], lr=0.1, max_grad_norm=-1, compile=False, in_backward=True)
+    with pytest.raises(ValueError, match="cannot clip by the norm of all gradients"):
+        optimizer.add_param_group({"params": [net.bias], "max_grad_norm": 1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [net.bias]})
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
