@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim import backends
 from compiled_optim.backends import Backend, Layout
 from compiled_optim.backends.eager import eager_requested
-from compiled_optim.backward import BackwardSteps
+from compiled_optim.backward import BackwardSteps, rule_of
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
@@ -278,9 +278,10 @@ class Optimizer(SavedOptimizer):
     # ---- internals
 
     def _start(self, unscales: bool = False, in_backward: bool = False) -> None:
-        self._stepper = Stepper(self, self._settings, unscales)
+        rule = rule_of(self) if in_backward else self
+        self._stepper = Stepper(rule, self._settings, unscales)
         if in_backward:
-            self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names)
+            self._backward = BackwardSteps(rule, self._update, self._stepper.tracker.names)
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         try:

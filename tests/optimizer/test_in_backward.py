@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -311,3 +313,59 @@ def test_a_group_that_clips_is_refused_and_not_kept():
     optimizer.add_param_group({"params": [net.bias]})
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_optimizer_that_is_replaced_dies_at_once(steps):
+    """Its hooks must not step parameters that another optimizer steps, until the garbage collector runs."""
+    net = Net()
+    gc.disable()
+    try:
+        optimizer = co.AdamW(net, compile=False, in_backward=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        train(net, optimizer, scheduler, steps=range(steps))
+        found = weakref.ref(optimizer)
+        del scheduler
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        assert found() is None
+        loss_of(net, 0).backward()
+        assert net.first.weight.grad is not None
+    finally:
+        gc.enable()
+
+
+def test_parameters_that_are_swapped():
+    """``module.double()`` may exchange the contents of parameters. autograd does not call the hooks in the iteration after it."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = co.AdamW(net, compile=False, in_backward=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for _ in range(2):
+            net(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        net.double()
+        for _ in range(2):
+            net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            assert all(param.grad is None for param in net.parameters())
+        net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        assert all(param.grad is None for param in net.parameters())
+        optimizer.step()
+        assert optimizer.state[net[0].weight]["step"] == 5
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_an_optimizer_removes_only_its_own_hooks():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = (co.SGD(net, lr=0.1, compile=False, in_backward=True) for _ in range(2))
+    net[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no backward since"):
+        first.step()
+    net(torch.ones(1, 4)).sum().backward()
+    second.step()
+    del first
+    before = net[1].weight.detach().clone()
+    net(torch.ones(1, 4)).sum().backward()
+    assert not torch.equal(net[1].weight, before)
+    second.step()
