@@ -269,6 +269,11 @@ class Optimizer(SavedOptimizer):
         >>> comparison.largest < 1e-6
         True
         """
+        if self._backward is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.compare_eager() compares steps of all parameters, but with in_backward=True "
+                "backward steps a few at a time; compare with in_backward=False, which gives the same results"
+            )
         self._comparison = comparison = Comparison(self.compile)
         try:
             yield comparison
