@@ -175,7 +175,8 @@ class BackwardSteps:
                 self._is_running = at_end_of_backward(self._finish)
             assert param.grad is not None
             self._pending[param] = None
-            self._bytes += param.grad.nbytes
+            # a sparse gradient has no nbytes; the step will refuse it
+            self._bytes += (param.grad if param.grad.layout == torch.strided else param).nbytes
             if self._bytes >= self._limit:
                 self._flush(self._pending)
 

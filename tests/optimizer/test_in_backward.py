@@ -335,7 +335,7 @@ def test_an_optimizer_that_is_replaced_dies_at_once(steps):
 
 
 def test_parameters_that_are_swapped():
-    """``module.double()`` may exchange the contents of parameters. autograd does not call the hooks in the iteration after it."""
+    """``module.double()`` may do so. autograd does not call the hooks in the iteration after it."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = co.AdamW(net, compile=False, in_backward=True)
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -369,3 +369,24 @@ def test_an_optimizer_removes_only_its_own_hooks():
     net(torch.ones(1, 4)).sum().backward()
     assert not torch.equal(net[1].weight, before)
     second.step()
+
+
+def test_compare_eager_is_refused():
+    net = Net()
+    optimizer = co.AdamW(net, in_backward=True)
+    with pytest.raises(RuntimeError, match="in_backward=False"), optimizer.compare_eager():
+        pass
+
+
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_a_sparse_gradient_is_refused(dense_steps, compiled):
+    """With the message of the ordinary loop, which names the parameter and a remedy; also if there is a plan already."""
+    net = nn.Embedding(5, 3)
+    optimizer = co.AdamW(net, compile=compiled, in_backward=True)
+    for _ in range(dense_steps):
+        net(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    net.sparse = True
+    with pytest.raises(RuntimeError, match="does not support sparse gradients.*'weight'"):
+        net(torch.tensor([1])).sum().backward()
+    assert not dense_steps or optimizer.state[net.weight]["step"] == dense_steps
