@@ -117,7 +117,9 @@ class Optimizer(SavedOptimizer):
         self.max_grad_norm, self.max_grad_norm_per_parameter = max_grad_norm, max_grad_norm_per_parameter
         defaults = {"maximize": maximize, **defaults}
         if ema_decay is not None:
-            defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
+            defaults["ema_decay"] = ema_decay
+        if ema_decay is not None or ema_warmup:  # groups may set their own decay
+            defaults["ema_warmup"] = ema_warmup
         stored = dict(zip(KEYS, (state_dtype, rounding, master_weights, rounding_seed), strict=True))
         defaults |= {key: value for key, value in stored.items() if value}
         defaults |= {

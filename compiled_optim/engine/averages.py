@@ -19,7 +19,7 @@ from compiled_optim.update_program import EMA, EMA_DECAY
 
 def needs_step_counts(group: Group) -> bool:
     """Return True if the options of a group depend on the step: the warm-up of an average, or random rounding."""
-    return bool(group.get("ema_warmup")) or uses_seed(group)
+    return bool(group.get("ema_warmup") and group.get(EMA_DECAY) is not None) or uses_seed(group)
 
 
 def check_average(group: Group) -> None:

@@ -300,3 +300,22 @@ def test_an_average_that_is_added_later_does_not_repeat_the_first_step(compiled)
     assert_near(net.parameters(), twin.parameters())
     expected = DECAY * old + (1 - DECAY) * net[0].weight.detach()
     torch.testing.assert_close(optimizer.state[net[0].weight]["ema"], expected)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_the_warm_up_of_the_optimizer_holds_for_groups_with_their_own_decay(name):
+    net, twin = model(), model()
+    for each, own in ((net, {}), (twin, {"ema_warmup": True})):
+        groups = [{"params": each[0].parameters(), "ema_decay": 0.9, **own}, {"params": each[2].parameters()}]
+        each.optimizer = getattr(co, name)(groups, lr=0.05, compile=False, **({} if own else {"ema_warmup": True}))
+        train(each, each.optimizer)
+    state, expected = net.optimizer.state, twin.optimizer.state
+    assert torch.equal(state[net[0].weight]["ema"], expected[twin[0].weight]["ema"])
+    assert "ema" not in state.get(net[2].weight, {})
+
+
+def test_a_warm_up_without_an_average_counts_no_steps():
+    net = model()
+    optimizer = co.SGD(net, lr=0.05, compile=False, ema_warmup=True)
+    train(net, optimizer)
+    assert not optimizer.state.get(net[0].weight)

@@ -380,13 +380,13 @@ def test_compare_eager_is_refused():
 
 @pytest.mark.parametrize("dense_steps", [0, 1])
 def test_a_sparse_gradient_is_refused(dense_steps, compiled):
-    """With the message of the ordinary loop, which names the parameter and a remedy; also if there is a plan already."""
+    """With the message of the ordinary loop, which names the parameter and a remedy; also with a plan."""
     net = nn.Embedding(5, 3)
     optimizer = co.AdamW(net, compile=compiled, in_backward=True)
     for _ in range(dense_steps):
         net(torch.tensor([1])).sum().backward()
         optimizer.step()
     net.sparse = True
-    with pytest.raises(RuntimeError, match="does not support sparse gradients.*'weight'"):
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*'weight'"):
         net(torch.tensor([1])).sum().backward()
     assert not dense_steps or optimizer.state[net.weight]["step"] == dense_steps
