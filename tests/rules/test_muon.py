@@ -196,6 +196,8 @@ def test_cuts_parameters_into_matrices(shape, options, layout, compiled):
         ((4, 2, 2), {}, "flatten=True.*batch_dims=1"),
         ((4, 4), {"batch_dims": 1}, "only supports 2D"),
         ((4, 4), {"split": 3}, "split=3 does not divide the 4 rows"),
+        ((4, 4), {"split": 0}, "Invalid split value: 0; use None, a number of parts"),
+        ((0, 4), {"split": ()}, r"Invalid split value: \(\); use None, a number of parts"),
         ((4, 4), {"split": (3, 2)}, r"split=\(3, 2\) does not divide"),
     ],
 )
