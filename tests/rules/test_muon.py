@@ -196,8 +196,6 @@ def test_cuts_parameters_into_matrices(shape, options, layout, compiled):
         ((4, 2, 2), {}, "flatten=True.*batch_dims=1"),
         ((4, 4), {"batch_dims": 1}, "only supports 2D"),
         ((4, 4), {"split": 3}, "split=3 does not divide the 4 rows"),
-        ((4, 4), {"split": 0}, "Invalid split value: 0; use None, a number of parts"),
-        ((0, 4), {"split": ()}, r"Invalid split value: \(\); use None, a number of parts"),
         ((4, 4), {"split": (3, 2)}, r"split=\(3, 2\) does not divide"),
     ],
 )
@@ -206,6 +204,12 @@ def test_names_a_parameter_that_is_no_matrix(shape, options, message):
     groups = [{"params": named[:1]}, {"params": named[1:], **options}]
     with pytest.raises(ValueError, match=f"{message}.*b.weight"):
         co.Muon(groups)
+
+
+@pytest.mark.parametrize("split", [0, -1, ()])
+def test_an_invalid_split_is_refused(split):
+    with pytest.raises(ValueError, match="Invalid split value: .*; use None, a number of parts"):
+        co.Muon([Parameter(torch.ones(4, 4))], split=split, compile=False)
 
 
 def test_names_a_parameter_that_is_no_matrix_any_more():
