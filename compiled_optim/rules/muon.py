@@ -105,6 +105,7 @@ class Muon(Optimizer):
 
     counts_steps = False
     takes_complex = False
+    own_options = Optimizer.own_options | MATRIX_OPTIONS.keys()
 
     def __init__(
         self,

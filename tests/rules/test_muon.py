@@ -208,7 +208,7 @@ def test_names_a_parameter_that_is_no_matrix(shape, options, message):
 
 @pytest.mark.parametrize("split", [0, -1, ()])
 def test_an_invalid_split_is_refused(split):
-    with pytest.raises(ValueError, match="Invalid split value: .*; use None, a number of parts"):
+    with pytest.raises(ValueError, match=r"Invalid split value: .*; use None, a number of parts"):
         co.Muon([Parameter(torch.ones(4, 4))], split=split, compile=False)
 
 
@@ -407,3 +407,16 @@ def test_low_precision_parameters(compiled):
     train(torch.optim.Muon, exact)
     for own, other, truth in zip(ours, theirs, exact, strict=True):
         assert distance(own, truth) <= max(1.2 * distance(other, truth), 1e-2)
+
+
+def test_a_checkpoint_of_torch_keeps_the_options_of_a_group(compiled):
+    params = parameters([(6, 4)])
+    reference = torch.optim.Muon(params)
+    for param, grad in zip(params, next(gradients(params, 1)), strict=True):
+        param.grad = grad
+    reference.step()
+    optimizer = co.Muon([{"params": params, "split": 2, "ns_dtype": torch.float64}], compile=compiled)
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["split"] == 2
+    assert optimizer.param_groups[0]["ns_dtype"] == torch.float64
+    optimizer.step()
