@@ -143,6 +143,9 @@ class Plan:
             for bucket in self.buckets:
                 bucket.set_totals(self._totals)
         for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
+            # a process without gradients still takes part in what the others compute of its shards
+            if some_absent and bucket.bucket.shards is None and all(grad is None for grad in bucket_grads):
+                continue
             bucket.run(bucket_grads, some_absent)
         return norm
 
