@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim import backends
 from compiled_optim.backends import Backend, Layout
 from compiled_optim.backends.eager import eager_requested
-from compiled_optim.backward import BackwardSteps
+from compiled_optim.backward import BackwardSteps, rule_of
 from compiled_optim.diagnostics.compare import Comparison
 from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
@@ -118,7 +118,9 @@ class Optimizer(SavedOptimizer):
         self.max_grad_norm, self.max_grad_norm_per_parameter = max_grad_norm, max_grad_norm_per_parameter
         defaults = {"maximize": maximize, **defaults}
         if ema_decay is not None:
-            defaults |= {"ema_decay": ema_decay, "ema_warmup": ema_warmup}
+            defaults["ema_decay"] = ema_decay
+        if ema_decay is not None or ema_warmup:  # groups may set their own decay
+            defaults["ema_warmup"] = ema_warmup
         stored = dict(zip(KEYS, (state_dtype, rounding, master_weights, rounding_seed), strict=True))
         defaults |= {key: value for key, value in stored.items() if value}
         defaults |= {
@@ -189,6 +191,8 @@ class Optimizer(SavedOptimizer):
                 check_own_norm(self)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(rule, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
+            if self._backward is not None:
+                self._backward.check([group])
         except Exception:
             self.param_groups.pop()
             raise
@@ -217,15 +221,17 @@ class Optimizer(SavedOptimizer):
 
         The averages are written into the parameters, and the weights are restored at the end, also after an exception.
         """
+        self._follow_modules()
         with averages.swapped_in(self.param_groups, self._state):
-            self._has_averages_swapped_in = True
+            before, self._has_averages_swapped_in = self._has_averages_swapped_in, True
             try:
                 yield
             finally:
-                self._has_averages_swapped_in = False
+                self._has_averages_swapped_in = before
 
     def ema_state_dict(self) -> dict[str, Tensor]:
         """Return copies of the averaged weights by name, as ``model.load_state_dict`` takes them."""
+        self._follow_modules()
         return averages.averages_by_name(self.param_groups, self._state)
 
     def watch(self, module: torch.nn.Module) -> None:
@@ -266,6 +272,11 @@ class Optimizer(SavedOptimizer):
         >>> comparison.largest < 1e-6
         True
         """
+        if self._backward is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.compare_eager() compares steps of all parameters, but with in_backward=True "
+                "backward steps a few at a time; compare with in_backward=False, which gives the same results"
+            )
         self._comparison = comparison = Comparison(self.compile)
         try:
             yield comparison
@@ -275,29 +286,41 @@ class Optimizer(SavedOptimizer):
     # ---- internals
 
     def _start(self, unscales: bool = False, in_backward: bool = False) -> None:
-        self._stepper = Stepper(self, self._settings, unscales)
+        rule = rule_of(self) if in_backward else self
+        self._stepper = Stepper(rule, self._settings, unscales)
         if in_backward:
-            self._backward = BackwardSteps(self, self._update, self._stepper.tracker.names)
+            self._backward = BackwardSteps(rule, self._update, self._stepper.tracker.names)
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
-        if self._has_averages_swapped_in:
-            raise RuntimeError("step() inside ema() would train the averaged weights; leave the context first")
-        self.before_step(self.param_groups)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._backward is not None:
-            self._end_iteration(self._backward)
-        elif torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
-            with torch.inference_mode(False):
+        try:
+            self._check_weights_in_place()
+            self.before_step(self.param_groups)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if self._backward is not None:
+                self._end_iteration(self._backward)
+            elif torch.is_inference_mode_enabled():  # states created in it cannot be updated outside of it
+                with torch.inference_mode(False):
+                    self._update()
+            else:
                 self._update()
-        else:
-            self._update()
+        except BaseException:
+            amp.remove_marks(self.__dict__)
+            raise
         return loss
 
     _observed_step = profile_hook_step(_step)
     _step_out_of_graph = disable_dynamo(_observed_step)
+
+    def _check_weights_in_place(self) -> None:
+        """Raise if the parameters hold averages, which a step would train."""
+        if self._has_averages_swapped_in:
+            raise RuntimeError(
+                "step() inside ema() would train the averaged weights; leave the context first, also before backward "
+                "if in_backward=True"
+            )
 
     def _follow_modules(self) -> None:
         """Follow parameters that a watched module has replaced, unless a step has to report them."""
@@ -308,7 +331,6 @@ class Optimizer(SavedOptimizer):
     def _end_iteration(self, steps: BackwardSteps) -> None:
         """End an iteration in which backward has stepped the parameters."""
         if "found_inf" in self.__dict__:
-            amp.remove_marks(self.__dict__)
             raise RuntimeError(
                 f"{type(self).__name__} with in_backward=True does not support GradScaler: parameters are stepped "
                 "before all gradients are known to be finite; use bfloat16 without a scaler, or in_backward=False"
@@ -320,6 +342,7 @@ class Optimizer(SavedOptimizer):
 
     def _update(self, only: Collection[Tensor] | None = None, is_first: bool = True) -> None:
         stepper, unscale, found_inf = self._stepper, None, None
+        self._check_weights_in_place()  # again, for steps during backward and closures that enter ema()
         if only is not None:
             self.before_step(self.param_groups)
         if "found_inf" in self.__dict__ or "grad_scale" in self.__dict__:
@@ -344,7 +367,6 @@ class Optimizer(SavedOptimizer):
             set_grad_enabled(records)
         except BaseException:  # no finally, because an interrupt at its beginning would skip it
             set_grad_enabled(records)
-            amp.remove_marks(self.__dict__)
             raise
 
 

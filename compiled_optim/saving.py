@@ -14,7 +14,8 @@ from torch import Tensor
 from compiled_optim.backward import BackwardSteps
 from compiled_optim.engine import checkpoint
 from compiled_optim.engine.averages import needs_step_counts
-from compiled_optim.engine.rule import Rule, all_params
+from compiled_optim.engine.rows import OWN_OPTIONS
+from compiled_optim.engine.rule import Rule, all_params, declaration
 from compiled_optim.engine.states import with_own_memory
 from compiled_optim.engine.stored_states import has_quantized, in_full_precision
 from compiled_optim.engine.tensor_types import is_dtensor
@@ -43,6 +44,9 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
 
     has_torch_switches: ClassVar[bool] = False
     """Whether torch.optim has an optimizer of this name. If so, its ``foreach``, ``capturable`` ... have no effect."""
+
+    own_options: ClassVar[frozenset[str]] = OWN_OPTIONS | {"ema_warmup"}
+    """The keys of groups that other optimizers of this name do not have. A checkpoint without them changes none."""
 
     compile = _setting("compile")
     backend = _setting("backend")
@@ -112,9 +116,10 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, of torch.optim's or of torch_npu's of the same name.
 
-        Works as in torch.optim, with two differences. What does not fit (other sizes or shapes, missing states,
+        Works as in torch.optim, with these differences. What does not fit (other sizes or shapes, missing states,
         another optimizer's) raises ValueError, which names the parameter or group, and changes nothing. A state of a
         float16 or bfloat16 parameter that was saved with more precision stays float32, in which the step computes.
+        Options of this package that a group of the checkpoint lacks, such as ``cautious``, stay as they are.
         """
         state_dict = copy.copy(state_dict)  # hooks may change it, as in torch
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -123,12 +128,22 @@ class SavedOptimizer(Rule, torch.optim.Optimizer):
         stepper, groups, state = self._stepper, self.param_groups, self._state
 
         def load() -> None:
-            self.__setstate__(checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict))
+            loaded = checkpoint.read(self, groups, stepper.tracker.names(groups), self.defaults, state_dict)
+            for group, own in zip(loaded["param_groups"], groups, strict=True):
+                # without those that a formula itself takes, as Adam's does, which are torch.optim's
+                for key in self.own_options & own.keys() - {*declaration(type(self.for_group(own)).update).keywords}:
+                    group.setdefault(key, own[key])
+            if self._backward is not None:
+                whole = [checkpoint.complete_group(self, self.defaults, group) for group in loaded["param_groups"]]
+                self._backward.check(whole)
+            self.__setstate__(loaded)
 
         if self.on_realloc == "recompile":
             stepper.sync_params(groups, state, load)
         else:  # the next step reports changes
             load()
+        if self._backward is not None:
+            self._backward.restart(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -56,7 +56,6 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-    from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
     disable_current_modes, current_modes = _disable_current_modes, _get_current_dispatch_mode_stack
     disable_dynamo = torch._compile._disable_dynamo
@@ -141,6 +140,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def restore_hooks(param: Tensor) -> None:
+    """Let autograd call the post-accumulate hooks of a parameter that torch.utils.swap_tensors has exchanged.
+
+    They are still registered with the parameter, but autograd looks for them in what was exchanged. Without this name,
+    they are not called.
+    """
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        param._post_accumulate_grad_hooks = hooks
 
 
 # ---- tensors

@@ -23,7 +23,7 @@ STORAGES_OF_WEIGHTS: dict[str, Storage] = {COMPENSATION: Compensated(), MASTER: 
 
 def needs_step_counts(group: Group) -> bool:
     """Return True if the options of a group depend on the step: the warm-up of an average, or random rounding."""
-    return bool(group.get("ema_warmup")) or uses_seed(group)
+    return bool(group.get("ema_warmup") and group.get(EMA_DECAY) is not None) or uses_seed(group)
 
 
 def check_average(group: Group) -> None:
@@ -37,20 +37,21 @@ def check_average(group: Group) -> None:
 def swapped_in(groups: Sequence[Group], state: State) -> Iterator[None]:
     """Write the averages into the parameters; restore the weights at the end, also after an exception.
 
-    Copies of the weights are kept in the meantime.
+    Copies of the weights are kept in the meantime. Parameters may be converted or moved in this context.
     """
-    pairs = [(local_shard(param).detach(), local_shard(average)) for param, average in _averages(groups, state).items()]
-    if not pairs:
+    averages = _averages(groups, state)
+    if not averages:
         raise RuntimeError("there is no average yet: pass ema_decay to the optimizer, and make a step")
-    params = [param for param, _ in pairs]
-    weights = [param.clone() for param in params]
+    weights = [_memory_of(param).clone() for param in averages]
     try:
         with torch.no_grad():
-            torch._foreach_copy_(params, [average for _, average in pairs])
+            torch._foreach_copy_([*map(_memory_of, averages)], [*map(local_shard, averages.values())])
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(params, weights)
+            # the memory of now: the parameters may have been pointed elsewhere, as module.double() does
+            params = [*map(_memory_of, averages)]
+            torch._foreach_copy_(params, [saved.to(param) for param, saved in zip(params, weights, strict=True)])
 
 
 def averages_by_name(groups: Sequence[Group], state: State) -> dict[str, Tensor]:
@@ -88,6 +89,11 @@ def move_towards(name: str, params: Iterable[Tensor], state: State, weight: floa
         weights.copy_(exact)
         for storage, companions in stored:
             storage.store([weights], companions, Tensors([exact]), None, 0)
+
+
+def _memory_of(param: Tensor) -> Tensor:
+    """Return what this process holds of a parameter, as a tensor that can be written to."""
+    return local_shard(param).detach()
 
 
 def _averages(groups: Sequence[Group], state: State) -> dict[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -127,31 +128,33 @@ class Source:
         """Return some of the matrices. Only for a view that is a stack itself."""
         return Source(self.view[start:stop], (stop - start, *self.size[1:]), self.entries[start:stop], self.scale)
 
+    def chosen(self, present: Sequence[bool]) -> list[Source]:
+        """Return the matrices of entries that are ``present``, those that follow each other in memory as one source."""
+        runs = [(is_in, len(list(own))) for is_in, own in groupby(present[entry] for entry in self.entries)]
+        if len(runs) == 1:  # always, if the view is no stack: it belongs to one entry then
+            return [self] if runs[0][0] else []
+        ends = [*accumulate(count for _, count in runs)]
+        return [self.part(end - count, end) for (is_in, count), end in zip(runs, ends, strict=True) if is_in]
+
 
 class Stack:
     """Matrices of equal shape that are mapped in one call."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
-        self.entries = [entry for source in sources for entry in source.entries]
 
     def map(self, function: MatrixMap, backend: Backend, present: Sequence[bool] | None) -> None:
         """Map the matrices of entries that are ``present``; None means all."""
-        chosen = None
+        sources = self._sources
         if present is not None:
-            places = [place for place, entry in enumerate(self.entries) if present[entry]]
-            if not places:
+            sources = [part for source in sources for part in source.chosen(present)]
+            if not sources:
                 return
-            chosen = None if len(places) == len(self.entries) else places
-        parts = [source.read() for source in self._sources]
+        parts = [source.read() for source in sources]
         # also a single tall one, so that the map gets dense matrices
-        stack = parts[0] if len(parts) == 1 and not self._sources[0].is_tall else torch.cat(parts)
-        if chosen is None:
-            results = backend.lower_map(function, stack)(stack)
-        else:
-            index = torch.tensor(chosen, device=stack.device)
-            results = stack.index_copy(0, index, function(stack[index]))
-        for source, own in zip(self._sources, torch.split(results, [len(part) for part in parts]), strict=True):
+        stack = parts[0] if len(parts) == 1 and not sources[0].is_tall else torch.cat(parts)
+        results = backend.lower_map(function, stack)(stack)
+        for source, own in zip(sources, torch.split(results, [len(part) for part in parts]), strict=True):
             source.write(own)
 
 

@@ -139,11 +139,14 @@ class Plan:
         if unscale is not None:
             written = [*written, *(grad for own in picked for grad in own if grad is not None)]
         torch.autograd.graph.increment_version(written)
-        if self._rule.sums_over_all:
+        if self._rule.sums_over_all and self.buckets:  # there is none if no parameter has a gradient
             self._totals = add_up([bucket.measure(own) for bucket, own in zip(self.buckets, picked, strict=True)])
             for bucket in self.buckets:
                 bucket.set_totals(self._totals)
         for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
+            # a process without gradients still takes part in what the others compute of its shards
+            if some_absent and bucket.bucket.shards is None and all(grad is None for grad in bucket_grads):
+                continue
             bucket.run(bucket_grads, some_absent)
         return norm
 

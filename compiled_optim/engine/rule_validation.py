@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from compiled_optim.backends import disk_cache
 from compiled_optim.engine.rule import DECOUPLED, Group, Rule, declaration
 from compiled_optim.engine.sharding import check_supported
+from compiled_optim.engine.stored_states import COMPENSATION, MASTER, SCALE
 from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
@@ -34,6 +35,13 @@ BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparamet
 NUMBER = "keep it a 0-dim tensor; numbers known before the step are returned by derived()"
 PRINT = "print, or step through the rule in a debugger, with compile=False"
 TORCH = "compute with torch operations only"
+
+RESERVED = {
+    EMA: "the average of the weights has this name",
+    MASTER: "the float32 copy of the weights has this name",
+    COMPENSATION: "what rounding of the weights has lost has this name",
+}
+"""The names of what options of all optimizers keep in the state of a parameter, and what each name means."""
 
 VALUE_READERS = {
     "__bool__": ("branches on the value of a tensor", BRANCH),
@@ -134,9 +142,12 @@ def check_rule(rule: Rule, group: Group) -> None:
     for number in sorted(rule.numbers.keys() - first.keys()):
         what = f"{type(rule).__name__} never changes the number {number!r}"
         raise RuleError(what, where, f"return its value after the step from derived(): {{{number!r}: ...}}")
-    if EMA in states:
-        what = f"{type(rule).__name__} uses the name {EMA!r} for a state, but the average of the weights has this name"
-        raise RuleError(what, definition(rule.update), "rename the state")
+    for kept in (*states, *rule.numbers):
+        if kept in RESERVED or kept.endswith(SCALE):
+            meaning = RESERVED.get(kept, "the scales of a state in 8 bits end like this")
+            kind = "state" if kept in states else "number"
+            what = f"{type(rule).__name__} uses the name {kept!r} for a {kind}, but {meaning}"
+            raise RuleError(what, definition(rule.update), f"rename the {kind}")
     if rule.counts_steps and "step" in states:
         what = f"{type(rule).__name__} uses the name 'step' for a state, but the step count has this name"
         raise RuleError(what, definition(rule.update), "rename the state, or set counts_steps = False")

@@ -133,7 +133,9 @@ def steps_taken(
 ) -> int:
     """Return the number of steps of a parameter from its states; 0 or 1 for rules that do not count steps."""
     if not counts_steps:
-        return int(bool(names) and all(values.get(name) is not None for name in names))
+        # an average may be newer than the other states: it is missing if ema_decay was added later
+        own = [name for name in names if name != EMA] or names
+        return int(bool(own) and all(values.get(name) is not None for name in own))
     step = values.get("step", 0)
     count = step_count(step)
     if count is None:

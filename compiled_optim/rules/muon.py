@@ -106,6 +106,7 @@ class Muon(Optimizer):
 
     counts_steps = False
     takes_complex = False
+    own_options = Optimizer.own_options | MATRIX_OPTIONS.keys()
 
     def __init__(
         self,
@@ -159,6 +160,9 @@ class Muon(Optimizer):
             raise ValueError("Coefficients must be a tuple of exactly 3 values")
         if not _option(group, "ns_dtype").is_floating_point:
             raise ValueError(f"Invalid ns_dtype value: {group['ns_dtype']}; use a floating point dtype")
+        split = _option(group, "split")
+        if split is not None and (split if isinstance(split, int) else len(split)) < 1:
+            raise ValueError(f"Invalid split value: {split}; use None, a number of parts, or the rows of each part")
 
     def check_params(self, group: Group, names: Callable[[], Sequence[str]]) -> None:
         for i, param in enumerate(group["params"]):

@@ -158,7 +158,7 @@ class Prodigy(Optimizer):
         estimate = partial(next_estimate, p[0].dtype, d, d_max, d_coef, growth_rate, numerator, is_first, eps)
         denominator = exp_avg_sq.sqrt() + products.map(estimate, sizes)  # √v + d' eps
         if decoupled_decay:
-            p *= shrink
+            p *= sizes.map(partial(shrink_or_one, p[0].dtype, shrink))
         p -= scale * (exp_avg / denominator)
 
 
@@ -176,3 +176,8 @@ def next_estimate(
     grown = torch.where(d_hat * is_first > d, d_hat, d)  # type: ignore[arg-type]
     largest = torch.where(d_hat > d_max, d_hat, d_max)  # type: ignore[arg-type]
     return materialize((torch.minimum(grown * growth_rate, largest) * eps).to(dtype))
+
+
+def shrink_or_one(dtype: torch.dtype, shrink: Number, size: Tensor) -> Tensor:
+    """Return the factor of weight decay: 1 if no gradient was different from zero, because nothing is updated then."""
+    return materialize(torch.where(size == 0, torch.ones_like(size), shrink).to(dtype))

@@ -84,6 +84,7 @@ class ScheduleFree(Optimizer):
         self._set_mode(False)
 
     def _set_mode(self, train: bool) -> None:
+        self._follow_modules()
         for group in self.param_groups:
             if group["train_mode"] != train:
                 beta = self.interpolation(group)

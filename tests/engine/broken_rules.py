@@ -202,6 +202,39 @@ class NamesAStateStep(Momentum):
         p -= lr * g
 
 
+class NamesAStateMaster(Momentum):
+    @staticmethod  # HERE
+    def update(p, g, master, *, lr, momentum):
+        master.ema_(g, momentum)
+        p -= lr * master
+
+
+class NamesAStateCompensation(Momentum):
+    @staticmethod  # HERE
+    def update(p, g, compensation, *, lr, momentum):
+        compensation.ema_(g, momentum)
+        p -= lr * compensation
+
+
+class NamesAStateLikeScales(Momentum):
+    @staticmethod  # HERE
+    def update(p, g, buffer, buffer_scale, *, lr, momentum):
+        buffer_scale.ema_(g, momentum)
+        p -= lr * buffer_scale
+
+
+class NamesANumberEma(Momentum):
+    counts_steps = True
+    numbers = {"ema": 0.0}  # noqa: RUF012
+
+    def derived(self, group, step):
+        return {"momentum": 0.9, "ema": group["ema"] + 1}
+
+    @staticmethod  # HERE
+    def update(p, g, *, lr, momentum):
+        p -= lr * g
+
+
 class StartsAtAnUnknownHyperparameter(Momentum):
     initial_values = {"buffer": "rate"}  # noqa: RUF012
 
@@ -275,6 +308,10 @@ BROKEN = [
     (DoesNotSayWhenAStateIsKept, "does not define when it keeps the optional state 'buffer'", "{'buffer': ...}"),
     (GivesAStateAnInitialValue, "the state 'buffer'", "initial_values"),
     (NamesAStateStep, "uses the name 'step' for a state", "rename the state"),
+    (NamesAStateMaster, "uses the name 'master' for a state", "rename the state"),
+    (NamesAStateCompensation, "uses the name 'compensation' for a state", "rename the state"),
+    (NamesAStateLikeScales, "uses the name 'buffer_scale' for a state", "rename the state"),
+    (NamesANumberEma, "uses the name 'ema' for a number", "rename the number"),
     (StartsAtAnUnknownHyperparameter, "starts 'buffer' at 'rate', but no group has such", "an entry of the defaults"),
     (NeverChangesANumber, "never changes the number 'total'", "{'total': ...}"),
     (KeepsANumberWithoutSteps, "keeps the numbers ['total'], but counts no steps", "counts_steps = True"),

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import compiled_optim as co
 from catalog import CATALOG
+from compiled_optim.engine.bound import TensorBucket
 from tests.helpers import SMALL, assert_close, copies, gradients, parameters
 
 from .formulas import FormulaOfEach
@@ -176,3 +177,20 @@ def test_a_state_that_was_deleted_is_not_made_again_without_a_gradient(compiled)
     optimizer.step()
     assert list(optimizer.state) == [params[0]]
     assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_buckets_without_gradients_are_not_run(monkeypatch, compiled):
+    """Steps during backward have a few gradients each, which should not cost a call of every bucket."""
+    params = [
+        torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    ]
+    optimizer = co.AdamW(params, compile=compiled)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    run, ran = TensorBucket.run, []
+    monkeypatch.setattr(TensorBucket, "run", lambda self, *args: (ran.append(self), run(self, *args)))
+    params[0].grad = params[2].grad = None
+    optimizer.step()
+    assert [bound.bucket.entries[0].index for bound in ran] == [1]
+    assert [int(optimizer.state[param]["step"]) for param in params] == [1, 2, 1]

@@ -135,6 +135,25 @@ def test_a_step_that_failed_is_not_unscaled_twice(compiled):
     assert params[0].tolist() == [-2.0] * 4
 
 
+def test_a_step_that_is_refused_leaves_no_scale():
+    """Also before anything is computed: in eval mode of Schedule-Free, and inside ema()."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    schedule_free = co.ScheduleFreeSGD(params, compile=False, fused=True)
+    schedule_free.eval()
+    with pytest.raises(RuntimeError, match="eval mode"):
+        scaled_step(scaler, schedule_free, params, [torch.ones(4)])
+    averaged = co.SGD(params, lr=1.0, compile=False, fused=True, ema_decay=0.9)
+    averaged.step()
+    params[0].grad = torch.zeros(4)
+    averaged.step()
+    with averaged.ema(), pytest.raises(RuntimeError, match="inside ema"):
+        scaled_step(scaler, averaged, params, [torch.ones(4)])
+    for optimizer in (schedule_free, averaged):
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+
+
 def test_a_scale_set_by_hand(compiled):
     """grad_scale may be a one-element tensor of any shape, as in torch's fused optimizers."""
     params = [torch.nn.Parameter(torch.zeros(4))]

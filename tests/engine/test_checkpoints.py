@@ -293,3 +293,34 @@ def test_loading_adds_no_keys(name):
     optimizer.load_state_dict(copy.deepcopy(saved))
     assert optimizer.state_dict()["param_groups"] == saved["param_groups"]
     assert pickle.loads(pickle.dumps(optimizer)).state_dict()["param_groups"] == saved["param_groups"]
+
+
+def test_options_of_this_package_that_a_group_has_are_kept():
+    """A checkpoint of torch.optim does not have them."""
+    params = parameters([(3,), (4,)])
+    reference = torch.optim.AdamW(params, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    reference.step()
+    own = {"ema_decay": 0.9, "ema_warmup": True, "cautious": True, "master_weights": True}
+    optimizer = co.AdamW([{"params": params[:1], **own}, {"params": params[1:]}], compile=False)
+    saved = copy.deepcopy(reference.state_dict())
+    first = saved["param_groups"][0]
+    saved["param_groups"] = [{**first, "params": [0]}, {**first, "params": [1]}]
+    optimizer.load_state_dict(saved)
+    group, other = optimizer.param_groups
+    assert {key: group[key] for key in own} == own
+    assert group["lr"] == 0.5
+    assert not own.keys() & other.keys()
+    optimizer.step()
+    assert optimizer.state[params[0]]["ema"] is not None
+
+
+def test_options_that_torch_has_too_come_from_the_checkpoint():
+    """An old checkpoint of torch.optim.Adam has no ``decoupled_weight_decay``, so it is False."""
+    params = parameters([(3,)])
+    saved = torch.optim.Adam(params).state_dict()
+    del saved["param_groups"][0]["decoupled_weight_decay"]
+    optimizer = co.Adam(params, decoupled_weight_decay=True, compile=False)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is False

@@ -228,3 +228,94 @@ def test_clipping_each_parameter_by_its_own_norm(name, compiled):
                     nn.utils.clip_grad_norm_([param], 0.01)
             own.step()
     assert_near(net.parameters(), twin.parameters())
+
+
+def test_a_step_inside_a_nested_context_is_refused():
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY)
+    train(net, optimizer)
+    with optimizer.ema():
+        with optimizer.ema():
+            pass
+        with pytest.raises(RuntimeError, match="inside ema"):
+            optimizer.step()
+    optimizer.step()
+
+
+def test_a_backward_that_steps_inside_the_context_is_refused():
+    """Nothing is stepped: neither the averages that are in the parameters, nor the weights."""
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY, in_backward=True)
+    train(net, optimizer)
+    weights, before = [param.detach().clone() for param in net.parameters()], averages(net, optimizer)
+    before = [average.clone() for average in before]
+    with optimizer.ema():
+        with pytest.raises(RuntimeError, match="inside ema"):
+            net(torch.ones(4, 6)).sum().backward()
+        assert_near(net.parameters(), before, rtol=0, atol=0)
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
+    optimizer.zero_grad()
+    train(net, optimizer)
+
+
+@pytest.mark.parametrize("convert", [lambda net: net.double().float(), lambda net: net.double()], ids=["twice", "once"])
+def test_weights_are_restored_into_converted_parameters(convert):
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY)
+    train(net, optimizer)
+    weights = [param.detach().clone() for param in net.parameters()]
+    with optimizer.ema():
+        convert(net)
+    for param, weight in zip(net.parameters(), weights, strict=True):
+        assert torch.equal(param, weight.to(param.dtype))
+
+
+def test_a_replaced_parameter_is_followed_first(monkeypatch):
+    """``net.double()`` makes new parameters here. The average moves along, and is swapped in and out there."""
+    net = model()
+    optimizer = co.AdamW(net, lr=0.05, compile=False, ema_decay=DECAY)
+    train(net, optimizer)
+    before = [average.clone() for average in averages(net, optimizer)]
+    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+    net.double()
+    weights = [param.detach().clone() for param in net.parameters()]
+    assert_near(optimizer.ema_state_dict().values(), [average.double() for average in before])
+    with optimizer.ema():
+        assert_near(net.parameters(), [average.double() for average in before])
+    assert_near(net.parameters(), weights, rtol=0, atol=0)
+
+
+def test_an_average_that_is_added_later_does_not_repeat_the_first_step(compiled):
+    """SGD's first step has no dampening. The average starts from the loaded weights."""
+    net, twin = model(), model()
+    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    reference = torch.optim.SGD(twin.parameters(), **options)
+    train(twin, reference, steps=range(3))
+    net.load_state_dict(twin.state_dict())
+    optimizer = co.SGD(net, **options, compile=compiled, ema_decay=DECAY)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    old = net[0].weight.detach().clone()
+    train(net, optimizer, steps=[3])
+    train(twin, reference, steps=[3])
+    assert_near(net.parameters(), twin.parameters())
+    expected = DECAY * old + (1 - DECAY) * net[0].weight.detach()
+    torch.testing.assert_close(optimizer.state[net[0].weight]["ema"], expected)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_the_warm_up_of_the_optimizer_holds_for_groups_with_their_own_decay(name):
+    net, twin = model(), model()
+    for each, own in ((net, {}), (twin, {"ema_warmup": True})):
+        groups = [{"params": each[0].parameters(), "ema_decay": 0.9, **own}, {"params": each[2].parameters()}]
+        each.optimizer = getattr(co, name)(groups, lr=0.05, compile=False, **({} if own else {"ema_warmup": True}))
+        train(each, each.optimizer)
+    state, expected = net.optimizer.state, twin.optimizer.state
+    assert torch.equal(state[net[0].weight]["ema"], expected[twin[0].weight]["ema"])
+    assert "ema" not in state.get(net[2].weight, {})
+
+
+def test_a_warm_up_without_an_average_counts_no_steps():
+    net = model()
+    optimizer = co.SGD(net, lr=0.05, compile=False, ema_warmup=True)
+    train(net, optimizer)
+    assert not optimizer.state.get(net[0].weight)

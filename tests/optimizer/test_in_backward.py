@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -268,3 +270,123 @@ def test_hooks_of_the_step_and_closures():
 
     assert optimizer.step(closure) > 0
     assert seen == ["post"]
+
+
+def test_loading_a_checkpoint_begins_a_new_iteration():
+    """Also after a backward that failed: what it has left is dropped."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = co.AdamW(net, compile=False, in_backward=True)
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights, saved = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    runs = []
+    for fails in (False, True):
+        if fails:
+            with pytest.raises(KeyError):
+                net[1](Fails.apply(net[0](torch.ones(1, 4)))).sum().backward()
+            net[0].weight.grad = torch.ones(4, 4)  # as an error in the step of this parameter leaves it
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        runs.append([param.detach().clone() for param in net.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_checkpoint_that_clips_is_refused_before_anything_changes():
+    net, twin = nn.Linear(4, 4), nn.Linear(4, 4)
+    clips = co.BertAdam(twin, lr=0.1, max_grad_norm=1.0, compile=False)
+    optimizer = co.BertAdam(net, lr=0.2, max_grad_norm=-1, compile=False, in_backward=True)
+    with pytest.raises(ValueError, match="cannot clip by the norm of all gradients"):
+        optimizer.load_state_dict(clips.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_group_that_clips_is_refused_and_not_kept():
+    net = nn.Linear(4, 4)
+    optimizer = co.BertAdam([net.weight], lr=0.1, max_grad_norm=-1, compile=False, in_backward=True)
+    with pytest.raises(ValueError, match="cannot clip by the norm of all gradients"):
+        optimizer.add_param_group({"params": [net.bias], "max_grad_norm": 1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [net.bias]})
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_optimizer_that_is_replaced_dies_at_once(steps):
+    """Its hooks must not step parameters that another optimizer steps, until the garbage collector runs."""
+    net = Net()
+    gc.disable()
+    try:
+        optimizer = co.AdamW(net, compile=False, in_backward=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        train(net, optimizer, scheduler, steps=range(steps))
+        found = weakref.ref(optimizer)
+        del scheduler
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        assert found() is None
+        loss_of(net, 0).backward()
+        assert net.first.weight.grad is not None
+    finally:
+        gc.enable()
+
+
+def test_parameters_that_are_swapped():
+    """``module.double()`` may do so. autograd does not call the hooks in the iteration after it."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = co.AdamW(net, compile=False, in_backward=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for _ in range(2):
+            net(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        net.double()
+        for _ in range(2):
+            net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            assert all(param.grad is None for param in net.parameters())
+        net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        assert all(param.grad is None for param in net.parameters())
+        optimizer.step()
+        assert optimizer.state[net[0].weight]["step"] == 5
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_an_optimizer_removes_only_its_own_hooks():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = (co.SGD(net, lr=0.1, compile=False, in_backward=True) for _ in range(2))
+    net[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no backward since"):
+        first.step()
+    net(torch.ones(1, 4)).sum().backward()
+    second.step()
+    del first
+    before = net[1].weight.detach().clone()
+    net(torch.ones(1, 4)).sum().backward()
+    assert not torch.equal(net[1].weight, before)
+    second.step()
+
+
+def test_compare_eager_is_refused():
+    net = Net()
+    optimizer = co.AdamW(net, in_backward=True)
+    with pytest.raises(RuntimeError, match="in_backward=False"), optimizer.compare_eager():
+        pass
+
+
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_a_sparse_gradient_is_refused(dense_steps, compiled):
+    """With the message of the ordinary loop, which names the parameter and a remedy; also with a plan."""
+    net = nn.Embedding(5, 3)
+    optimizer = co.AdamW(net, compile=compiled, in_backward=True)
+    for _ in range(dense_steps):
+        net(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    net.sparse = True
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*'weight'"):
+        net(torch.tensor([1])).sum().backward()
+    assert not dense_steps or optimizer.state[net.weight]["step"] == dense_steps

@@ -133,3 +133,19 @@ def test_in_backward_counts_an_iteration_once():
             stepper.zero_grad()
     assert optimizer.param_groups[0]["k"] == 3
     assert_close([*net.parameters()], [*twin.parameters()], 1e-6)
+
+
+def test_modes_change_a_replaced_parameter(monkeypatch):
+    """``net.double()`` makes new parameters here, which ``eval()`` has to change."""
+    net = nn.Linear(4, 3)
+    optimizer = co.ScheduleFreeSGD(net, lr=0.1, compile=False)
+    for _ in range(3):
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+    net.double()
+    y = values(net.parameters())
+    optimizer.eval()
+    assert not torch.allclose(net.weight, y[0])
+    optimizer.train()
+    assert_close([*net.parameters()], y, 1e-12)

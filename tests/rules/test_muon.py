@@ -21,6 +21,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 import compiled_optim as co
 from catalog import MATRICES
 from catalog.references import Formula, muon
+from compiled_optim import backends
 from compiled_optim.engine import matrices, sorting
 from tests.helpers import assert_close, distance, gradients, parameters, slow_decay, train
 
@@ -204,6 +205,12 @@ def test_names_a_parameter_that_is_no_matrix(shape, options, message):
     groups = [{"params": named[:1]}, {"params": named[1:], **options}]
     with pytest.raises(ValueError, match=f"{message}.*b.weight"):
         co.Muon(groups)
+
+
+@pytest.mark.parametrize("split", [0, -1, ()])
+def test_an_invalid_split_is_refused(split):
+    with pytest.raises(ValueError, match=r"Invalid split value: .*; use None, a number of parts"):
+        co.Muon([Parameter(torch.ones(4, 4))], split=split, compile=False)
 
 
 def test_names_a_parameter_that_is_no_matrix_any_more():
@@ -401,3 +408,43 @@ def test_low_precision_parameters(compiled):
     train(torch.optim.Muon, exact)
     for own, other, truth in zip(ours, theirs, exact, strict=True):
         assert distance(own, truth) <= max(1.2 * distance(other, truth), 1e-2)
+
+
+def test_a_checkpoint_of_torch_keeps_the_options_of_a_group(compiled):
+    params = parameters([(6, 4)])
+    reference = torch.optim.Muon(params)
+    for param, grad in zip(params, next(gradients(params, 1)), strict=True):
+        param.grad = grad
+    reference.step()
+    optimizer = co.Muon([{"params": params, "split": 2, "ns_dtype": torch.float64}], compile=compiled)
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["split"] == 2
+    assert optimizer.param_groups[0]["ns_dtype"] == torch.float64
+    optimizer.step()
+
+
+def test_only_matrices_with_a_gradient_are_read_and_written(monkeypatch):
+    """By the function that the backend makes. The others are nan, and stay so; the last one is tall."""
+    memory = torch.full((7, 2, 3), float("nan"))
+    present = [True, False, True, True, False, True, False]
+    for i, is_present in enumerate(present):
+        memory[i] = i if is_present else float("nan")
+    sources = [
+        matrices.Source(memory[:5], (5, 2, 3), [0, 1, 2, 3, 4]),
+        matrices.Source(memory[5:].view(2, 3, 2), (2, 3, 2), [5, 6], 2.0),
+    ]
+    backend, calls = backends.get("eager"), []
+
+    def lower_map(function, stack):
+        calls.append(stack.shape)
+        return function
+
+    monkeypatch.setattr(backend, "lower_map", lower_map)
+    stack = matrices.Stack(sources)
+    stack.map(lambda given: given + 1, backend, present)
+    assert calls == [(4, 2, 3)]
+    for i, value in enumerate([1.0, None, 3.0, 4.0, None, 12.0, None]):
+        expected = float("nan") if value is None else value
+        torch.testing.assert_close(memory[i], torch.full((2, 3), expected), equal_nan=True)
+    stack.map(lambda given: given + 1, backend, [False] * 7)
+    assert len(calls) == 1

@@ -113,3 +113,29 @@ def test_prodigy(options, compiled):
         assert own["d"] == pytest.approx(other["d"], rel=1e-9)
         assert own["d"] > 1e-3
         assert own["k"] == other["k"] == 30
+
+
+def test_prodigy_without_gradients():
+    """Without any gradient nothing happens, as in torch.optim; the next step is the first one."""
+    params, twins = parameters(SHAPES, torch.float64), parameters(SHAPES, torch.float64)
+    optimizer, reference = co.Prodigy(params, compile=False), co.Prodigy(twins, compile=False)
+    optimizer.step()
+    assert_close(params, twins, 0)
+    run(optimizer, params, range(2))
+    run(reference, twins, range(2))
+    assert_close(params, twins, 0)
+
+
+@pytest.mark.parametrize("decouple", [True, False])
+def test_prodigy_with_zero_gradients(decouple, compiled):
+    """Without any gradient different from zero, the package returns before the update, and so without weight decay."""
+    params, twins = parameters(SHAPES, torch.float64), parameters(SHAPES, torch.float64)
+    options = {"weight_decay": 0.1, "d0": 0.1, "decouple": decouple}
+    optimizer = co.Prodigy(params, **options, compile=compiled)
+    reference = package("prodigyopt").Prodigy(twins, **options)
+    for own, given in ((optimizer, params), (reference, twins)):
+        for param in given:
+            param.grad = torch.zeros_like(param)
+        own.step()
+        run(own, given, range(3))
+    assert_close(params, twins, 1e-12)
