@@ -180,4 +180,4 @@ def next_estimate(
 
 def shrink_or_one(dtype: torch.dtype, shrink: Number, size: Tensor) -> Tensor:
     """Return the factor of weight decay: 1 if no gradient was different from zero, because nothing is updated then."""
-    return materialize(torch.where(size == 0, torch.ones_like(size), shrink).to(dtype))
+    return materialize(torch.where(size == 0, torch.ones_like(size), shrink).to(dtype))  # type: ignore[arg-type]

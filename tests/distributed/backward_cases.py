@@ -54,10 +54,11 @@ def in_backward_of_ddp(folder: Path) -> str:
     """DDP averages gradients after the hooks of parameters, so the first gradient is refused."""
     made = DistributedDataParallel(model())
     before = whole(model())
-    co.SGD(made.parameters(), in_backward=True)
+    optimizer = co.SGD(made.parameters(), in_backward=True)  # without a reference it would be gone before backward
     try:
         made(torch.ones(2, 1, 4, 4)).sum().backward()
     except RuntimeError as error:
+        assert not optimizer.state
         assert farthest(whole(made), before) == 0
         return str(error)
     return ""
