@@ -21,6 +21,7 @@ from torch import Tensor
 from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket
 from compiled_optim.engine.flat_layout import MARK, mark_of
+from compiled_optim.engine.tensor_types import has_memory, local_shard
 
 VISITS = 8
 """The number of steps with visits after which parameters move. Copies of a few visits cost as much as moving."""
@@ -70,7 +71,8 @@ It holds no weak references: torch.utils.swap_tensors, which ``module.to()`` may
 
 def was_placed(param: Tensor) -> bool:
     """Return True if a parameter is where an optimizer of this package has put it; not necessarily this one."""
-    return id(param) in _placed and _placed[id(param)] == param.data_ptr()
+    address = _placed.get(id(param))  # another parameter, also one without memory, may have the id of a former one
+    return address is not None and has_memory(param) and local_shard(param).data_ptr() == address
 
 
 class Home:

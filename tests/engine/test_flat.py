@@ -13,6 +13,7 @@ from torch import nn
 
 import compiled_optim as co
 from catalog import CATALOG
+from compiled_optim.engine import flat_memory
 from compiled_optim.engine.flat_layout import ALIGNMENT, CHUNKS, WIDTH, FlatLayout
 from compiled_optim.engine.flat_memory import VISITS
 from tests.engine.formulas import FormulaOfEach
@@ -437,3 +438,13 @@ print(params[0].tolist(), optimizer.explain().events)
 
 def test_an_interrupt_after_parameters_were_moved():
     assert run_python(INTERRUPTED) == "interrupted\n[0.5, 0.5, 0.5] ()\n"
+
+
+def test_a_parameter_without_memory_may_have_the_id_of_a_former_one(monkeypatch):
+    net = torch.nn.Sequential(torch.nn.LazyLinear(4))
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    params = [*net.parameters(), sparse]
+    monkeypatch.setattr(flat_memory, "_placed", {id(param): 1 for param in params})
+    optimizer = co.AdamW(params, compile=False)
+    optimizer.step()
+    assert not optimizer.explain().events
