@@ -60,8 +60,8 @@ ScheduleFreeAdamW float32  82
 ScheduleFreeAdamW bfloat16 117
 ScheduleFreeSGD float32    48
 ScheduleFreeSGD bfloat16   73
-Prodigy float32           245
-Prodigy bfloat16          325
+Prodigy float32           265
+Prodigy bfloat16          345
 Adamax float32             62
 Adamax bfloat16            97
 Adagrad float32            46
