@@ -94,8 +94,7 @@ def make_buckets(
         own_states = program.states
         own_formats = USUAL
         if stored[number]:
-            sizes = shard_sizes(param) if is_sharded else {param.numel()}
-            whole_blocks = backends[device].whole_blocks
+            sizes, whole_blocks = shard_sizes(param), backends[device].whole_blocks
             own_formats = formats_for(
                 groups[number], own_states, dtype, sizes, rule.nonnegative, whole_blocks, rule.unquantized
             )
