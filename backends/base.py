@@ -95,9 +95,9 @@ class BoundArguments(NamedTuple):
     """The memory a bound call reads its arguments from. It is rewritten before each step.
 
     ``inv_scale`` is a 0-dim tensor. ``grad_scale`` has an element for each row of ``scalars``. ``totals`` has a row for
-    each sum and a column for each tensor. The phase MEASURE of a rule writes it, FINISH reads it. ``row_segments``
-    has the segment of each row of a flat buffer, and ``mask`` is false for padding. They do not change. ``found_inf``
-    is a 0-dim tensor: if it is not 0, the call changes nothing.
+    each sum, stage by stage, and a column for each tensor. ``row_segments`` has the segment of each row of a flat
+    buffer, and ``mask`` is false for padding. They do not change. ``found_inf`` is a 0-dim tensor: if it is not 0, the
+    call changes nothing.
     """
 
     scalars: ScalarRows | None = None
@@ -168,6 +168,8 @@ class Batch:
 
     def bind(self, lists: TensorLists = (), arguments: BoundArguments = BoundArguments()) -> BoundBatch:  # noqa: B008
         """Bind the parameters, the states and the arguments; return a callable that takes the gradients."""
+        if not any(spec.name == "totals" for spec in self.arguments):
+            arguments = arguments._replace(totals=None)
         return self.backend.bind(self, lists, arguments)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from compiled_optim.backends.base import Availability, BoundArguments, Call, Lane, Shape, Signature, Unit
 from compiled_optim.backends.lanes import LaneBackend
 from compiled_optim.program import Arguments, Program, TensorLists
-from compiled_optim.program_checks import count_sums
+from compiled_optim.program_checks import sum_stages
 from compiled_optim.tensors import MAX_PIECE
-from compiled_optim.update_program import Phase, UpdateProgram
+from compiled_optim.update_program import Part, Phase, UpdateProgram
 
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
@@ -58,7 +58,8 @@ class EagerUnit(Unit):
             scale = None if grad_scale is None else grad_scale[0]
             return constant._replace(scalars=None if scalars is None else scalars.values[0], grad_scale=scale)
 
-        if isinstance(program, UpdateProgram) and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
+        is_update = isinstance(program, UpdateProgram) and program.part is not Part.PREPARE
+        if is_update and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
             return _bind_pieces(program, shapes, lists, values)
         return lambda grads: program([list(grads), *lists], values())
 
@@ -71,17 +72,21 @@ def _bind_pieces(
     bound = [(piece, [piece.of(tensors) for tensors in lists]) for piece in pieces]
     cut = [(piece, part) for piece, part in bound if piece.elements[0] is not None]
     # only if a tensor is split: counting runs the rule once, and a debugger would stop there
-    sums = count_sums(program, 1) if cut and program.reduces else 0
-    measure, finish = replace(program, phase=Phase.MEASURE), replace(program, phase=Phase.FINISH)
+    stages = sum_stages(program, 1) if cut and program.reduces else ()
+    measures = [replace(program, phase=Phase.MEASURE, stage=stage) for stage in range(len(stages))]
+    finish = replace(program, phase=Phase.FINISH)
 
     def call(grads: Sequence[Tensor]) -> None:
         arguments = values()
-        totals: dict[int, Tensor] = {}
-        for piece, part in cut if sums else ():
-            measured = measure([piece.of(grads), *part], arguments)
-            assert measured is not None
-            (i,) = piece.indices
-            totals[i] = totals[i] + measured if i in totals else measured
+        totals: dict[int, tuple[Tensor, ...]] = {}
+        for measure in measures:
+            measured: dict[int, Tensor] = {}
+            for piece, part in cut:
+                (i,) = piece.indices
+                sums = measure([piece.of(grads), *part], arguments._replace(totals=totals.get(i)))
+                assert isinstance(sums, Tensor)
+                measured[i] = measured[i] + sums if i in measured else sums
+            totals = {i: (*totals.get(i, ()), sums) for i, sums in measured.items()}
         for piece, part in bound:
             if piece.indices[0] in totals:
                 known = arguments._replace(totals=totals[piece.indices[0]])

@@ -61,12 +61,8 @@ class LaneBackend(Backend):
             call = unit.bind([batch.shapes[i] for i in indices], part, own)
             calls.append(BoundCall(unit, signature, picker(indices), call))
         places = [torch.tensor(indices, device=batch.device) for _, indices in batch.calls]
-        if finishes:
-            assert arguments.totals is not None
-            return _FinishBatch(calls, arguments.totals, totals, places)
-        if batch.program.result is Result.SUMS:
-            assert arguments.totals is not None
-            return _MeasureBatch(calls, arguments.totals, places)
+        if finishes or batch.program.result is Result.SUMS:
+            return _StageBatch(calls, arguments.totals, totals, places, len(batch.shapes), batch.program.result)
         return _SumBatch(calls) if batch.program.result is Result.SUM else BoundBatch(calls)
 
 
@@ -85,32 +81,37 @@ class _SumBatch(BoundBatch):
         return torch.stack(sums) if sums else None
 
 
-class _MeasureBatch(BoundBatch):
-    """Writes the sums of all tensors into ``totals``, in the order of the batch's tensors."""
+class _StageBatch(BoundBatch):
+    """Copies to each call the totals of its tensors, if the calls take totals, then runs the calls.
 
-    def __init__(self, calls: Sequence[BoundCall], totals: Tensor, places: Sequence[Tensor]) -> None:
-        super().__init__(calls)
-        self._totals, self._places = totals, places
-
-    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor:
-        self._totals.zero_()
-        for (_, _, pick, call), places in zip(self.calls, self._places, strict=True):
-            measured = call(pick(grads))
-            assert measured is not None
-            self._totals[:, places] = measured.view(len(self._totals), -1)[:, : len(places)]
-        return self._totals
-
-
-class _FinishBatch(BoundBatch):
-    """Copies to each call the totals of its tensors, then runs the calls."""
+    Returns their sums, if they return any: a row for each sum and a column for each tensor; or None without calls.
+    """
 
     def __init__(
-        self, calls: Sequence[BoundCall], totals: Tensor, parts: Sequence[Tensor], places: Sequence[Tensor]
+        self,
+        calls: Sequence[BoundCall],
+        totals: Tensor | None,
+        parts: Sequence[Tensor],
+        places: Sequence[Tensor],
+        tensors: int,
+        result: Result,
     ) -> None:
         super().__init__(calls)
         self._totals, self._parts, self._places = totals, parts, places
+        self._tensors, self._returns_sums = tensors, result is Result.SUMS
 
-    def __call__(self, grads: Sequence[Tensor | None]) -> None:
-        for part, places in zip(self._parts, self._places, strict=True):
-            part.view(len(self._totals), -1)[:, : len(places)] = self._totals[:, places]
-        super().__call__(grads)
+    def __call__(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        for part, places in zip(self._parts, self._places, strict=bool(self._parts)):
+            assert self._totals is not None
+            part.view(len(self._totals), -1).copy_(self._totals[:, places])
+        if not self._returns_sums:
+            return super().__call__(grads)
+        sums = None
+        for (_, _, pick, call), places in zip(self.calls, self._places, strict=True):
+            measured = call(pick(grads))
+            assert measured is not None
+            own = measured.view(-1, len(places))
+            if sums is None:
+                sums = own.new_zeros(len(own), self._tensors)
+            sums[:, places] = own
+        return sums

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
-from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
+from compiled_optim.backends.table_passes import UPDATE_PASS, measure_pass
 from compiled_optim.program import TensorLists
 from compiled_optim.quantization import BLOCK
 from compiled_optim.torch_private import data_ptr_function
@@ -32,7 +32,7 @@ CACHE_LINE = 64
 
 
 class Task(NamedTuple):
-    """One or both passes over a chunk of a tensor; the fields of ``Task`` in ``table_driver.cpp``.
+    """One or all passes over a chunk of a tensor; the fields of ``Task`` in ``table_driver.cpp``.
 
     ``start`` and ``length`` count elements, or rows for tensors with two dimensions, and ``columns`` is the length of
     its rows. ``slot`` is the place of the sums over this chunk.
@@ -47,28 +47,30 @@ class Task(NamedTuple):
 
 
 class TableUnit(Unit):
-    """A library with the two passes of a program, of which one may be missing, and the driver that runs them.
+    """A library with the passes of a program, and the driver that runs them.
 
-    ``sums`` is the number of sums over each tensor, ``carries`` the number of values that the first pass carries to the
-    second for each row, and ``passes`` the passes that exist.
+    ``stages`` has the number of sums over each tensor in each pass that measures, ``known`` is the number of sums that
+    a call is given, ``carries`` that of values for each row that passes carry to later ones. The last pass may be
+    missing (``updates``).
     """
 
     whole_blocks = False
 
-    def __init__(self, module: Any, sums: int, passes: int, carries: int) -> None:
+    def __init__(self, module: Any, stages: Sequence[int], known: int, carries: int, updates: bool) -> None:
         self._module = module
-        self._sums, self._passes, self._carries = sums, passes, carries
+        self._stages, self._known, self._carries, self._updates = stages, known, carries, updates
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
 
-        It returns the sums over each tensor if there is a first pass only, else None. ``chunk`` is the number of
-        elements in a chunk.
+        It returns the sums over each tensor if there is no last pass, else None. ``chunk`` is the number of elements in
+        a chunk.
         """
         carried = [
             [torch.empty(shape[0], dtype=torch.float64, device="cpu") for shape in shapes] for _ in range(self._carries)
         ]
-        return BoundTable(self._module, self._sums, self._passes, shapes, [*lists, *carried], arguments, chunk)
+        lists = [*lists, *carried]
+        return BoundTable(self._module, self._stages, self._known, self._updates, shapes, lists, arguments, chunk)
 
 
 class BoundTable:
@@ -81,8 +83,9 @@ class BoundTable:
     def __init__(
         self,
         module: Any,
-        sums: int,
-        passes: int,
+        stages: Sequence[int],
+        known: int,
+        updates: bool,
         shapes: Sequence[Shape],
         lists: TensorLists,
         arguments: BoundArguments,
@@ -90,10 +93,10 @@ class BoundTable:
     ) -> None:
         self._fill, self._run, self._data_ptr = module.fill, module.run, data_ptr_function()
         self._lists = lists  # kept alive, because the table holds addresses only
-        count, (rows, inv_scale, grad_scale, self._shared_totals, *_) = len(shapes), arguments
-        self._totals = torch.zeros(count, sums, dtype=torch.float64, device="cpu")
-        self._passes = passes
-        self._chunks = cut(shapes, chunk, passes)
+        count, (rows, inv_scale, grad_scale, self._known_totals, *_) = len(shapes), arguments
+        self._totals = torch.zeros(count, known + sum(stages), dtype=torch.float64, device="cpu")
+        self._known, self._updates = known, updates
+        self._chunks = cut(shapes, chunk, all_passes(len(stages), updates))
         slots = [0, *accumulate(map(len, self._chunks))]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         self.runs = array("q", [0])
@@ -107,9 +110,10 @@ class BoundTable:
             "grad_scale": grad_scale,
             "columns": array("q", [shape[1] if len(shape) > 1 else 1 for shape in shapes]),
             "slots": array("q", slots),
-            "partials": array("d", bytes(8 * slots[-1] * sums)),
+            "partials": array("d", bytes(8 * slots[-1] * sum(stages))),
             "totals": self._totals,
             "progress": array("q", bytes(8 * count)),
+            "ready": array("q", bytes(8 * count)),
             "runs": self.runs,
         }
         self._sizes = list(map(elements, shapes))
@@ -124,12 +128,11 @@ class BoundTable:
         if threads != self._threads:
             self._write_table(threads)
         self._fill(grads, self._grads, self._data_ptr)
-        if self._shared_totals is not None and self._passes == UPDATE_PASS:
-            self._totals.copy_(self._shared_totals.T)
+        if self._known:
+            assert self._known_totals is not None
+            self._totals[:, : self._known] = self._known_totals.T
         self._run(self._place)
-        if self._passes != MEASURE_PASS:
-            return None
-        return self._totals if self._shared_totals is None else self._shared_totals.copy_(self._totals.T)
+        return None if self._updates else self._totals[:, self._known :].T
 
     def _write_table(self, threads: int) -> None:
         """Write the table for a number of threads."""
@@ -157,6 +160,11 @@ def _address(memory: array[Any] | Tensor | None) -> int:
     if memory is None:
         return 0
     return memory.data_ptr() if isinstance(memory, Tensor) else memory.buffer_info()[0]
+
+
+def all_passes(stages: int, updates: bool) -> int:
+    """Return the passes of a program with this number of stages, which may have no last pass, as bits."""
+    return sum(map(measure_pass, range(stages))) | (UPDATE_PASS if updates else 0)
 
 
 def cut(shapes: Sequence[Shape], chunk: int, passes: int) -> list[list[Task]]:
@@ -195,8 +203,9 @@ def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], threads: int)
     """Return the tasks of each thread, in order: large tensors first.
 
     A tensor with enough chunks is divided between all threads. Another one belongs to the thread with the least work.
-    A tensor of one chunk is measured and updated in one task. A larger one is updated after it is measured, from its
-    end, which is still in the cache. ``sizes`` are the numbers of elements of the tensors.
+    All passes over a tensor of one chunk are one task. The passes over a larger one come one after the other, each from
+    the end where the one before has stopped, which is still in the cache. ``sizes`` are the numbers of elements of the
+    tensors.
     """
     found: list[list[Task]] = [[] for _ in range(threads)]
     work = [0] * threads
@@ -207,9 +216,15 @@ def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], threads: int)
             parts = {work.index(min(work)): own}
         for thread, part in parts.items():
             work[thread] += size // len(parts)
-            if len(own) > 1 and own[0].passes == MEASURE_PASS | UPDATE_PASS:
-                found[thread] += [task._replace(passes=MEASURE_PASS) for task in part]
-                found[thread] += [task._replace(passes=UPDATE_PASS) for task in reversed(part)]
-            else:
+            if len(own) < 2:
                 found[thread] += part
+                continue
+            for number, passes in enumerate(_in_order(own[0].passes)):
+                found[thread] += [task._replace(passes=passes) for task in (reversed(part) if number % 2 else part)]
     return found
+
+
+def _in_order(passes: int) -> list[int]:
+    """Return the single passes of several, the last pass of a program at the end."""
+    measures = [1 << bit for bit in range(1, passes.bit_length()) if passes >> bit & 1]
+    return [*measures, *([UPDATE_PASS] if passes & UPDATE_PASS else [])]

@@ -32,7 +32,7 @@ from compiled_optim.backends.base import (
 )
 from compiled_optim.backends.recording import CannotRecord
 from compiled_optim.backends.table import BoundTable, in_blocks
-from compiled_optim.backends.table_passes import count_unit_sums
+from compiled_optim.backends.table_passes import unit_stages
 from compiled_optim.backends.tensor_by_tensor import compile_tensor_by_tensor
 from compiled_optim.program import Result, TensorLists
 
@@ -120,7 +120,7 @@ class TableBackend(Backend):
                     f"{signature.program.name} cannot keep states in 8 bits: {error}; use state_dtype=torch.bfloat16"
                 ) from error
             returned = signature.program.result is not Result.NOTHING
-            unit = compile_tensor_by_tensor(signature, count_unit_sums(signature) if returned else 0)
+            unit = compile_tensor_by_tensor(signature, sum(unit_stages(signature)) if returned else 0)
             unit.limit = str(error)
             return unit
 

@@ -13,7 +13,7 @@ from compiled_optim.backends.base import Signature
 from compiled_optim.backends.inductor import NO_ASSERTS, TABLE_OPTIONS
 from compiled_optim.backends.recording import CPP, CannotRecord
 from compiled_optim.backends.table import TableUnit
-from compiled_optim.backends.table_passes import compile_passes
+from compiled_optim.backends.table_passes import UPDATE, compile_passes
 from compiled_optim.backends.table_source import write_source
 from compiled_optim.backends.table_verification import table_agrees
 
@@ -46,10 +46,10 @@ def compile_table(signature: Signature) -> TableUnit:
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
     lists, row_lists = len(signature.dtypes), signature.program.row_lists
-    has_blocks = signature.program.has_blocks
-    source = write_source(made.recordings, lists, row_lists, made.carries, scalars, made.sums, dtype, has_blocks)
+    source = write_source(made, lists, row_lists, scalars, dtype, signature.program.has_blocks)
     library, module = libraries.build_and_load(source)
-    about = {"sums": made.sums, "passes": made.passes, "carries": made.carries, "kernels": made.kernels}
+    about = {"stages": list(made.sums), "known": made.known, "carries": made.carries}
+    about |= {"updates": UPDATE in made.recordings, "kernels": made.kernels}
     unit = _unit(module, about)
     if not table_agrees(signature, unit):
         raise CannotRecord("its results differ from those of the eager program")
@@ -58,7 +58,7 @@ def compile_table(signature: Signature) -> TableUnit:
     return unit
 
 
-def _unit(module: Any, about: Mapping[str, int]) -> TableUnit:
-    unit = TableUnit(module, about["sums"], about["passes"], about["carries"])
+def _unit(module: Any, about: Mapping[str, Any]) -> TableUnit:
+    unit = TableUnit(module, about["stages"], about["known"], about["carries"], about["updates"])
     unit.kernels = about["kernels"]
     return unit

@@ -4,18 +4,22 @@
 //   Scalar            the type of hyperparameters
 //   LISTS, POINTERS   lists of tensors (gradients first), and pointers of a tensor: LISTS, then its carried values
 //   WIDTH             hyperparameters in a row
-//   SUMS              sums over each tensor
-//   MEASURES, UPDATES which of the two passes exist
-//   measure, update   the passes over one chunk of one tensor
+//   KNOWN             sums over each tensor that a run is given
+//   SUMS, STAGES      sums over each tensor that a run computes, and the passes that compute them
+//   FIRST_SUM         the first of the SUMS of each of these passes, and SUMS
+//   MEASURES          these passes, over one chunk of one tensor
+//   update, UPDATES   the last pass, and whether it exists
 //
-// Tensors are cut into chunks, and a task is one pass or both passes over one chunk. Each thread has a queue of tasks.
+// Tensors are cut into chunks, and a task is one pass or all passes over one chunk. Each thread has a queue of tasks.
 // It is the same in every step, so that a thread finds its part of the tensors in its cache. A thread that has finished
 // its queue takes tasks from the others. Each chunk writes its sums to its own slot, and the slots of a tensor are added
 // in their order, so results depend neither on the number of threads nor on which thread runs which task.
 
 namespace {
 
-enum Pass : int64_t { MEASURE = 1, UPDATE = 2 };
+// the bits of the passes of a task: UPDATE, and one for each stage
+constexpr int64_t UPDATE = 1;
+constexpr int64_t measure_bit(int64_t stage) { return int64_t(2) << stage; }
 
 struct Task {
     int64_t tensor, start, length, columns, slot, passes;
@@ -40,21 +44,27 @@ struct Table {
     const int64_t* columns;            // from one row of a tensor to the next; 1 for tensors of one dimension
     const int64_t* slots;              // the first slot of each tensor, and the number of slots
     double* partials;                  // SUMS of each slot
-    double* totals;                    // SUMS of each tensor
-    std::atomic<int64_t>* progress;    // of each tensor: chunks measured in this run, or READY
+    double* totals;                    // KNOWN and SUMS of each tensor
+    std::atomic<int64_t>* progress;    // of each tensor: chunks measured in this run, in all stages
+    std::atomic<int64_t>* ready;       // of each tensor: stages whose sums are in totals
     int64_t* runs;                     // how often the table was run to the end
 };
 
-constexpr int64_t READY = -1;          // all chunks of a tensor are measured, and totals holds its sums
+constexpr int64_t TOTALS = KNOWN + SUMS;
 
-void add_up(const Table& table, int64_t tensor) {
-    double* totals = table.totals + tensor * SUMS;
-    for (int64_t sum = 0; sum < SUMS; sum++) {
+void add_up(const Table& table, int64_t tensor, int64_t stage) {
+    double* totals = table.totals + tensor * TOTALS + KNOWN;
+    for (int64_t sum = FIRST_SUM[stage]; sum < FIRST_SUM[stage + 1]; sum++) {
         double total = 0;
         for (int64_t slot = table.slots[tensor]; slot < table.slots[tensor + 1]; slot++)
             total += table.partials[slot * SUMS + sum];
         totals[sum] = total;
     }
+}
+
+// all queues have the tensors in the same order, so other threads are measuring what is missing
+void wait_for(const Table& table, int64_t tensor, int64_t stages) {
+    while (table.ready[tensor].load(std::memory_order_acquire) < stages) std::this_thread::yield();
 }
 
 void run_task(const Table& table, const Task& task) {
@@ -63,25 +73,23 @@ void run_task(const Table& table, const Task& task) {
     if (pointers[0] == nullptr) return;
     const Scalar* scalars = table.scalars + table.row[tensor] * WIDTH;
     const Scalar* scale = table.grad_scale + table.row[tensor];
-    double* totals = table.totals + tensor * SUMS;
+    double* totals = table.totals + tensor * TOTALS;
     const int64_t first = task.start * table.columns[tensor];
-    if constexpr (MEASURES) {
-        if (task.passes & MEASURE) {
-            double* sums = table.partials + task.slot * SUMS;
-            measure(pointers, scalars, table.inv_scale, scale, totals, sums, task.start, first, task.length,
-                    task.columns);
-            const int64_t chunks = table.slots[tensor + 1] - table.slots[tensor];
-            if (chunks == 1 || table.progress[tensor].fetch_add(1) + 1 == chunks) {
-                add_up(table, tensor);
-                table.progress[tensor].store(READY, std::memory_order_release);
-            }
+    for (int64_t stage = 0; stage < STAGES; stage++) {
+        if (!(task.passes & measure_bit(stage))) continue;
+        wait_for(table, tensor, stage);
+        double* sums = table.partials + task.slot * SUMS + FIRST_SUM[stage];
+        MEASURES[stage](pointers, scalars, table.inv_scale, scale, totals, sums, task.start, first, task.length,
+                        task.columns);
+        const int64_t chunks = table.slots[tensor + 1] - table.slots[tensor];
+        if (chunks == 1 || table.progress[tensor].fetch_add(1) + 1 == chunks * (stage + 1)) {
+            add_up(table, tensor, stage);
+            table.ready[tensor].store(stage + 1, std::memory_order_release);
         }
     }
     if constexpr (UPDATES) {
         if (task.passes & UPDATE) {
-            // all queues have the tensors in the same order, so other threads are measuring what is missing
-            if constexpr (MEASURES)
-                while (table.progress[tensor].load(std::memory_order_acquire) != READY) std::this_thread::yield();
+            wait_for(table, tensor, STAGES);
             update(pointers, scalars, table.inv_scale, scale, totals, nullptr, task.start, first, task.length,
                    task.columns);
         }
@@ -98,9 +106,10 @@ void run_queue(const Table& table, int64_t queue) {
 }
 
 void run_table(const Table& table) {
-    if constexpr (MEASURES) {
-        for (int64_t i = 0; i < table.tensors; i++) table.progress[i].store(0, std::memory_order_relaxed);
-        if constexpr (!UPDATES) std::fill_n(table.totals, table.tensors * SUMS, 0.0);
+    for (int64_t i = 0; STAGES > 0 && i < table.tensors; i++) {
+        table.progress[i].store(0, std::memory_order_relaxed);
+        table.ready[i].store(0, std::memory_order_relaxed);
+        if constexpr (!UPDATES) std::fill_n(table.totals + i * TOTALS + KNOWN, SUMS, 0.0);  // if it is skipped
     }
     const int64_t threads = table.threads;
     if (threads == 1) {

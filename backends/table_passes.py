@@ -1,7 +1,7 @@
 """Compile the passes of a program over one tensor of any size, and record what the generated functions do.
 
-A program without sums makes one pass over each tensor, a program with sums two. The table units of all devices consist
-of these passes.
+A program without sums makes one pass over each tensor. Another one makes a pass for each stage of sums, and one more.
+The table units of all devices consist of these passes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from compiled_optim.backends.inductor import generated_function, lazy_kernels, l
 from compiled_optim.backends.recording import CannotRecord, Recording, WrapperForm, record
 from compiled_optim.backends.tracing import SizeBounds, TracedGraph, has_whole_blocks, trace, unit_sum_dtype
 from compiled_optim.program import Result
-from compiled_optim.program_checks import count_sums, is_elementwise
+from compiled_optim.program_checks import is_elementwise, sum_stages
 from compiled_optim.quantization import BLOCK
 from compiled_optim.update_program import Phase, UpdateProgram
 
 MEASURE, UPDATE = "measure", "update"
-"""The names of the passes: the first computes sums, the second updates."""
+"""The names of the passes: those that measure have the number of their stage behind it, the last one updates."""
 
-MEASURE_PASS, UPDATE_PASS = 1, 2
-PASSES = {MEASURE: MEASURE_PASS, UPDATE: UPDATE_PASS}
+UPDATE_PASS = 1
+"""The bit of the last pass in the passes of a task."""
 
 CARRIES = 2
-"""The largest number of values for each row that are carried from the first pass to the second."""
+"""The largest number of values for each row that are carried from a pass to later ones."""
 
 RECORDED_SIZES = ((7, 11), (5, 13))
 """Sizes for :func:`record`: primes, so that a product tells its factors."""
@@ -37,17 +37,30 @@ RECORDED_SIZES = ((7, 11), (5, 13))
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """The passes of a unit by name, the number of their kernels, and the numbers of sums and carried values."""
+    """The passes of a unit by name, the number of their kernels, and the numbers of sums and carried values.
+
+    ``sums`` has the number of sums of each pass that measures, ``known`` is that of the sums that the unit is given.
+    """
 
     recordings: Mapping[str, Recording]
     kernels: int
-    sums: int
+    sums: tuple[int, ...]
+    known: int
     carries: int
 
-    @property
-    def passes(self) -> int:
-        """The passes that exist, as a sum of the values of PASSES."""
-        return sum(PASSES[name] for name in self.recordings)
+    def first_total(self, index: int) -> int:
+        """Return the place, among the totals of a tensor, of the argument ``totals`` with this index."""
+        return sum(self.sums[:index])
+
+
+def measure_name(stage: int) -> str:
+    """Return the name of the pass that computes the sums of a stage."""
+    return f"{MEASURE}{stage}"
+
+
+def measure_pass(stage: int) -> int:
+    """Return the bit of the pass that computes the sums of a stage, in the passes of a task."""
+    return 2 << stage
 
 
 def compile_passes(
@@ -69,66 +82,72 @@ def compile_passes(
     recordings, kernels = {}, 0
     # drivers skip a step themselves
     signature = replace(signature, arguments=tuple(spec for spec in signature.arguments if spec.name != "found_inf"))
-    for name, (part, graph_pass) in passes_of(signature).items():
-        carried = CARRIES if graph_pass and part.rank > 1 else 0
+    for name, (part, number) in passes_of(signature).items():
+        carried = CARRIES if number is not None and part.rank > 1 else 0
         # for a GPU, Inductor computes a foreach operation again after its input was written: gradients that are
         # unscaled in place would be unscaled twice
         decomposed = part.program.reduces or not part.device.startswith("cpu")
         traced = trace(part, hint=hint, decompose_foreach=decomposed, carries=carried, bounds=bounds)
         with lazy_kernels():
-            run, count = lower(traced.module, traced.examples, {**options, **_graph_pass(graph_pass, part, traced)})
+            run, count = lower(traced.module, traced.examples, {**options, **_graph_pass(number, part, traced)})
         recordings[name] = _record(part, generated_function(run), form, traced.inputs)
         kernels += count
-    return CompiledPasses(recordings, kernels, count_unit_sums(signature), count_carries(recordings.values()))
+    sums = () if UPDATE in recordings and len(recordings) == 1 else unit_stages(signature)
+    known = sum(spec.shape[0] for spec in signature.arguments if spec.name == "totals")
+    return CompiledPasses(recordings, kernels, sums, known, count_carries(recordings.values()))
 
 
 def count_carries(recordings: Iterable[Recording]) -> int:
-    """Return the number of values for each row that the first pass carries to the second."""
+    """Return the number of values for each row that passes carry to later ones."""
     places = [argument for recording in recordings for call in recording.calls for argument in call.arguments]
     return max((place[1] + 1 for place in places if place[0] == CARRY), default=0)
 
 
-def passes_of(signature: Signature) -> dict[str, tuple[Signature, str]]:
-    """Return, for each pass, the signature to trace and the name of the graph pass to apply (empty for none)."""
+def passes_of(signature: Signature) -> dict[str, tuple[Signature, int | None]]:
+    """Return for each pass the signature to trace, and its number if the graph has to be split."""
     program = signature.program
     if program.result is not Result.NOTHING:
-        return {MEASURE: (signature, "")}
+        return {measure_name(0): (signature, None)}
     if not isinstance(program, UpdateProgram) or program.phase is Phase.FINISH:
-        return {UPDATE: (signature, "")}
-    sums = count_unit_sums(signature)
+        return {UPDATE: (signature, None)}
+    stages = unit_stages(signature)
     if signature.rank > 2:
         raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
-    if not sums:
+    if not stages:
         if not (program.is_separable or is_elementwise(program, signature.rank)):
             raise CannotRecord("its update() combines elements of a tensor, so a tensor cannot be cut into chunks")
-        return {UPDATE: (signature, "")}
-    totals = ArgumentSpec("totals", unit_sum_dtype(signature), (sums,))
-    both = replace(signature, program=replace(program, phase=Phase.BOTH), arguments=(*signature.arguments, totals))
-    return {MEASURE: (both, "FirstPass"), UPDATE: (both, "SecondPass")}
+        return {UPDATE: (signature, None)}
+    totals = [ArgumentSpec("totals", unit_sum_dtype(signature), (count,)) for count in stages]
+    program, arguments = replace(program, phase=Phase.STAGED), (*signature.arguments, *totals)
+    staged = replace(signature, program=program, arguments=arguments)
+    names = [*map(measure_name, range(len(stages))), UPDATE]
+    return {name: (staged, number) for number, name in enumerate(names)}
 
 
-def count_unit_sums(signature: Signature) -> int:
-    """Return the number of sums over each tensor that the unit computes or gets."""
+def unit_stages(signature: Signature) -> tuple[int, ...]:
+    """Return the number of sums over each tensor in each stage that a unit computes itself."""
     program = signature.program
     if not isinstance(program, UpdateProgram):
-        return 1 if program.result is Result.SUM else 0
-    return count_sums(program, signature.rank) if program.reduces else 0
+        return (1,) if program.result is Result.SUM else ()
+    stages = sum_stages(program, signature.rank) if program.reduces else ()
+    return stages[program.stage : program.stage + 1] if program.phase is Phase.MEASURE else stages
 
 
-def _graph_pass(name: str, signature: Signature, traced: TracedGraph) -> dict[str, Any]:
-    """Return the setting that applies a graph pass, of ``two_passes`` if it has a name. This imports Inductor."""
-    if not name:
+def _graph_pass(number: int | None, signature: Signature, traced: TracedGraph) -> dict[str, Any]:
+    """Return the setting that applies a graph pass: that of ``stage_passes`` with a number. This imports Inductor."""
+    if number is None:
         if not signature.program.has_blocks or has_whole_blocks(signature):
             return {}
         from compiled_optim.backends.block_pass import KeepBlocks
 
         return {"post_grad_custom_post_pass": KeepBlocks()}
-    from compiled_optim.backends import two_passes
+    from compiled_optim.backends.stage_passes import StagePass
 
-    if ("totals", 0) not in traced.inputs:
+    stages = sum(spec.name == "totals" for spec in signature.arguments)
+    if any(("totals", stage) not in traced.inputs for stage in range(stages)):
         raise CannotRecord("its update() does not use the result of all_reduce()")
     carries = [i for i, (source, _) in enumerate(traced.inputs) if source == CARRY]
-    made = getattr(two_passes, name)(traced.inputs.index(("totals", 0)), carries)
+    made = StagePass(number, [traced.inputs.index(("totals", stage)) for stage in range(stages)], carries)
     return {"post_grad_custom_post_pass": made}
 
 
@@ -146,7 +165,7 @@ def _record(signature: Signature, run: Any, form: WrapperForm, places: Sequence[
                 sizes_of = own[:1] if source in signature.program.row_lists else own
                 inputs.append(torch.empty(sizes_of, dtype=signature.dtypes[source], device="cpu"))
             else:
-                (spec,) = (spec for spec in signature.arguments if spec.name == source)
+                spec = [spec for spec in signature.arguments if spec.name == source][index]
                 inputs.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu"))
         examples.append((own, inputs))
     return record(run, form, places, (examples[0], examples[1]))

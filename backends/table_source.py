@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from compiled_optim.backends import table_vectors as vectors
 from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.precompiled_header import HEADER
 from compiled_optim.backends.recording import Argument, CannotRecord, Extent, Pointer, Recording
-from compiled_optim.backends.table_passes import MEASURE, UPDATE
+from compiled_optim.backends.table_passes import UPDATE, CompiledPasses, measure_name
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
 
@@ -58,42 +58,41 @@ PARAMETERS = (
 
 
 def write_source(
-    passes: Mapping[str, Recording],
+    made: CompiledPasses,
     lists: int,
     row_lists: Collection[int],
-    carries: int,
     scalars: int,
-    sums: int,
     dtype: torch.dtype,
     has_blocks: bool = False,
 ) -> str:
     """Return the source of a unit.
 
     Args:
-        passes: what the generated code of each pass does; the names are MEASURE and UPDATE.
+        made: the passes.
         lists: the number of lists of tensors, including the gradients.
         row_lists: the numbers of the lists that have a number for each row.
-        carries: the number of values for each row that the first pass carries to the second.
         scalars: the number of values in a row.
-        sums: the number of sums over each tensor.
         dtype: the dtype of the scalars.
         has_blocks: whether the rows are blocks, of few elements.
     """
-    kernels = [
-        _pass_source(name, passes[name], row_lists, has_blocks and name == UPDATE)
-        for name in (MEASURE, UPDATE)
-        if name in passes
-    ]
-    constants = {"LISTS": lists, "POINTERS": lists + carries, "WIDTH": scalars, "SUMS": sums}
+    kernels = [_pass_source(made, name, row_lists, has_blocks and name == UPDATE) for name in made.recordings]
+    stages = len(made.sums)
+    constants = {"LISTS": lists, "POINTERS": lists + made.carries, "WIDTH": scalars, "STAGES": stages}
+    constants |= {"SUMS": sum(made.sums), "KNOWN": made.known}
+    firsts = ", ".join(str(made.first_total(stage)) for stage in range(stages + 1))
+    measures = ", ".join([*map(measure_name, range(stages)), "nullptr"])
     parts = [
         HEADERS,
         f"using Scalar = {'double' if dtype == torch.float64 else 'float'};",
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
-        f"constexpr bool MEASURES = {str(MEASURE in passes).lower()}, UPDATES = {str(UPDATE in passes).lower()};",
+        f"constexpr int64_t FIRST_SUM[] = {{{firsts}}};",
+        f"constexpr bool UPDATES = {str(UPDATE in made.recordings).lower()};",
         SCRATCH,
         vectors.HELPERS if any(map(vectors.uses_helpers, kernels)) else "",  # which code without vectors cannot have
         *kernels,
-        *(f"static void {name}({PARAMETERS});" for name in (MEASURE, UPDATE) if name not in passes),
+        "" if UPDATE in made.recordings else f"static void {UPDATE}({PARAMETERS});",
+        f"using Pass = void (*)({PARAMETERS});",
+        f"constexpr Pass MEASURES[] = {{{measures}}};",
         _driver(),
     ]
     return "\n".join(parts)
@@ -104,8 +103,9 @@ def _driver() -> str:
     return DRIVER.read_text()
 
 
-def _pass_source(name: str, recording: Recording, row_lists: Collection[int], in_parts: bool) -> str:
+def _pass_source(made: CompiledPasses, name: str, row_lists: Collection[int], in_parts: bool) -> str:
     """Return the kernels of a pass, and a function that calls them on one chunk of one tensor, or on its parts."""
+    recording = made.recordings[name]
     output = recording.output
     if output is not None and recording.temporaries[output].dtype != torch.float64:
         raise CannotRecord("its sums are not float64")
@@ -117,7 +117,7 @@ def _pass_source(name: str, recording: Recording, row_lists: Collection[int], in
             raise CannotRecord(f"its C++ source has {found} functions named kernel")
         kernels.append(_with_own_memory(vectors.improve(source), call.arguments))
         arguments = [
-            _size(argument) if isinstance(argument, Extent) else _pointer(recording, kind, argument, row_lists)
+            _size(argument) if isinstance(argument, Extent) else _pointer(made, recording, kind, argument, row_lists)
             for kind, argument in zip(call.types, call.arguments, strict=True)
         ]
         calls.append(f"    {kernel}({', '.join(arguments)});")
@@ -160,7 +160,9 @@ def _size(extent: Extent) -> str:
     return " * ".join([str(extent.factor), *(f"size{dim}" for dim in extent.dims)])
 
 
-def _pointer(recording: Recording, kind: str, argument: Place | Pointer, row_lists: Collection[int]) -> str:
+def _pointer(
+    made: CompiledPasses, recording: Recording, kind: str, argument: Place | Pointer, row_lists: Collection[int]
+) -> str:
     """Return the expression of a pointer. The gradient, the parameter and the states start at the chunk."""
     if isinstance(argument, Pointer):
         number, offset = argument
@@ -169,6 +171,8 @@ def _pointer(recording: Recording, kind: str, argument: Place | Pointer, row_lis
     source, index = argument
     if source == CARRY:
         return f"reinterpret_cast<{kind}>(pointers[LISTS + {index}]) + row"
+    if source == "totals":
+        return f"reinterpret_cast<{kind}>(totals) + {made.first_total(index)}"
     if isinstance(source, str):
         return f"reinterpret_cast<{kind}>({source})"
     return f"reinterpret_cast<{kind}>(pointers[{source}]) + {'row' if source in row_lists else 'first'}"

@@ -62,8 +62,8 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
             returned = signature.program(own, Arguments(**known))
         pairs += [(tensors[i], kept[0]) for tensors, kept in zip(lists, own, strict=True)]
         if result is not None:
-            zeros = torch.zeros_like(result[i])
-            pairs.append((result[i], zeros if returned is None else returned.reshape(zeros.shape)))
+            zeros = torch.zeros_like(result[:, i])
+            pairs.append((result[:, i], returned.reshape(zeros.shape) if isinstance(returned, Tensor) else zeros))
     if not all(is_close(a, b) for a, b in pairs):
         return False
     if arguments.found_inf is None:

@@ -54,15 +54,13 @@ class TensorByTensorUnit(Unit):
                 if grad is None or not grad.numel():
                     continue
                 own = _moved(arguments.of_row(0 if rows is None else rows.row_of[i]), self._device)
-                if totals is not None:
+                if totals is not None:  # of the stages before
                     own["totals"] = totals[:, i].contiguous()
                 given = [[_view(grad, shape)], *([tensors[i]] for tensors in views)]
                 outputs = self._graph(self._graph.order_inputs([shape], given, own))
                 if outputs and results is not None:
                     results[i] = outputs[0]
-            if results is None or totals is None:
-                return results
-            return totals.copy_(results.T)
+            return None if results is None else results.T
 
         return call
 

@@ -78,10 +78,12 @@ def trace(
         named: dict[str, Any] = {}
         for name, _, _ in signature.arguments:
             values = [value for (source, _), value in given.items() if source == name]
-            named[name] = values if name == "scalars" and unbind_scalars else values[0]
+            named[name] = values if (name == "scalars" and unbind_scalars) or len(values) > 1 else values[0]
         result = signature.program(lists, Arguments(**named))
         for i in range(carries):
             given[CARRY, i].zero_()
+        if isinstance(result, list):
+            return result
         return [] if result is None else [result]
 
     table = foreach_decompositions() if decompose_foreach else {}
@@ -166,5 +168,6 @@ def _example_inputs(
         if name == "scalars" and unbind_scalars:  # in host memory
             found |= {(name, i): torch.empty((), dtype=dtype, device="cpu") for i in range(shape[0])}
         else:
-            found[name, 0] = torch.empty(shape, dtype=dtype, device=signature.device)
+            place = name, sum(source == name for source, _ in found)  # the totals of several stages have one name
+            found[place] = torch.empty(shape, dtype=dtype, device=signature.device)
     return found

@@ -7,19 +7,22 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize_on_alignment=["grads", "slots", "partials", "totals"])
-def add_up(grads, slots, partials, totals, SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the sums over the chunks of a tensor, always in the same order. Totals of a skipped tensor are 0."""
+def add_up(
+    grads, slots, partials, totals,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, SUMS: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add some sums over the chunks of a tensor, always in the same order. Totals of a skipped tensor are 0."""
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(slots + tensor)
     last = tl.load(slots + tensor + 1)
     if tl.load(grads + tensor) == 0:
         last = first
-    for number in tl.static_range(SUMS):
+    for number in tl.static_range(FIRST, FIRST + COUNT):
         total = tl.zeros([BLOCK], tl.float64)
         for start in range(first, last, BLOCK):
             slot = start + tl.arange(0, BLOCK)
             total += tl.load(partials + slot * SUMS + number, slot < last, 0.0).to(tl.float64)
-        tl.store(totals + tensor * SUMS + number, tl.sum(total))
+        tl.store(totals + tensor * (KNOWN + SUMS) + KNOWN + number, tl.sum(total))
 
 
 @triton.jit(

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_optim.backends.graph import CARRY, Place
-from compiled_optim.backends.recording import CannotRecord, Extent, KernelCall, Pointer, Recording
-from compiled_optim.backends.table_passes import CompiledPasses
+from compiled_optim.backends.recording import CannotRecord, Extent, KernelCall, Pointer
+from compiled_optim.backends.table_passes import MEASURE, UPDATE, CompiledPasses
 from compiled_optim.backends.triton_kernels import as_function, with_helpers
 from compiled_optim.quantization import BLOCK
 
@@ -75,13 +75,13 @@ def write_source(
         sum_dtype: the dtype of the sums and of the values that are carried.
         skips: let the drivers do nothing if ``found_inf`` is not 0.
     """
-    options = made.sums, dtypes, row_lists, rank, scalars, skips
-    passes = {name: _Pass(name, each, *options) for name, each in made.recordings.items()}
+    passes = {name: _Pass(made, name, dtypes, row_lists, rank, scalars, skips) for name in made.recordings}
     kernels = "\n\n".join(text for each in passes.values() for text in each.kernels)
     scratch = [tuple(item) for each in passes.values() for item in each.scratch]
     constants = {
-        "PASSES": made.passes,
-        "SUMS": made.sums,
+        "STAGES": made.sums,
+        "KNOWN": made.known,
+        "UPDATES": UPDATE in made.recordings,
         "CARRIES": made.carries,
         "SUM_DTYPE": _name(sum_dtype),
         "SCRATCH": scratch,
@@ -101,16 +101,16 @@ class _Pass:
 
     def __init__(
         self,
+        made: CompiledPasses,
         name: str,
-        recording: Recording,
-        sums: int,
         dtypes: Sequence[torch.dtype],
         row_lists: Collection[int],
         rank: int,
         scalars: int,
         skips: bool,
     ) -> None:
-        self._name, self._recording, self._sums = name, recording, sums
+        self._made, self._name, self._recording = made, name, made.recordings[name]
+        recording = self._recording
         self._dtypes, self._row_lists, self._rank, self._scalars = dtypes, row_lists, rank, scalars
         vector = 16 // min(dtype.itemsize for dtype in dtypes)
         self._block = THREADS * vector
@@ -274,7 +274,8 @@ class _Pass:
             number, offset = argument
             index = offset // self._recording.temporaries[number].dtype.itemsize
             if number == self._recording.output:
-                return f"partials + (2 * task + {changes.get('slot', '0')}) * {self._sums} + {index}"
+                index += self._made.first_total(int(self._name.removeprefix(MEASURE)))
+                return f"partials + (2 * task + {changes.get('slot', '0')}) * {sum(self._made.sums)} + {index}"
             return f"{self._places[number].format(b=changes.get('b', '0'))} + {index}"
         source, index = argument
         if source in self._row_lists:
@@ -288,7 +289,7 @@ class _Pass:
             "scalars": f"row * {self._scalars}",
             "inv_scale": "0",
             "grad_scale": "row",
-            "totals": f"tensor * {self._sums}",
+            "totals": f"tensor * {self._made.known + sum(self._made.sums)} + {self._made.first_total(index)}",
         }
         return f"{name} + {start[source]}"
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, Shape, Unit
 from compiled_optim.backends.staging import Staging, bytes_of
-from compiled_optim.backends.table import cut
-from compiled_optim.backends.table_passes import MEASURE, MEASURE_PASS, PASSES, UPDATE_PASS
+from compiled_optim.backends.table import all_passes, cut
+from compiled_optim.backends.table_passes import UPDATE, measure_name
 from compiled_optim.program import TensorLists
 
 CHUNK = 1 << 13
@@ -48,12 +48,12 @@ class TritonTableUnit(Unit):
     def __init__(self, module: Any, device: str) -> None:
         self._module = module
         self._device = torch.device(device)
-        self.kernels = module.PASSES.bit_count() + bool(module.PASSES & MEASURE_PASS)
+        self.kernels = 2 * len(module.STAGES) + module.UPDATES
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
 
-        It returns the sums over each tensor if there is a first pass only, else None. ``chunk`` is the number of
+        It returns the sums over each tensor if there is no last pass, else None. ``chunk`` is the number of
         elements in a chunk.
         """
         if any(max(shape[1:2], default=0) > MAX_COLUMNS for shape in shapes):
@@ -75,19 +75,19 @@ class BoundTritonTable:
     ) -> None:
         self._lists = lists  # kept alive, because the table holds addresses only
         self._device = device
-        self._rows, inv_scale, grad_scale, self._shared_totals, *_, found_inf = arguments
-        self._passes: int = module.PASSES
+        self._rows, inv_scale, grad_scale, self._known_totals, *_, found_inf = arguments
+        self._known, self._updates, sums = module.KNOWN, module.UPDATES, sum(module.STAGES)
         count = len(shapes)
         self._scalars_at = 2 * 8 * count
         self._row_bytes = 0 if self._rows is None else self._rows.tensor[0].nbytes
         self._scalars = None if self._rows is None else bytes_of(self._rows.tensor)
         self._staging = Staging(self._scalars_at + max(count * self._row_bytes, 8), device)
-        own = cut(shapes, chunk, self._passes)
+        own = cut(shapes, chunk, all_passes(len(module.STAGES), module.UPDATES))
         tasks = list(chain.from_iterable(own))
         rows = [shape[0] + len(shape[2:]) for shape in shapes]
         sum_dtype = getattr(torch, module.SUM_DTYPE)
         sizes = {"rows": sum(rows), "tasks": len(tasks)}
-        self._totals = torch.zeros(count, module.SUMS, dtype=sum_dtype, device=device)
+        self._totals = torch.zeros(count, self._known + sums, dtype=sum_dtype, device=device)
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         memory = {
             "tasks": self._send(value for task in tasks for value in task[:4]),  # without slot and passes
@@ -104,7 +104,7 @@ class BoundTritonTable:
             "grad_scale": grad_scale,
             "found_inf": found_inf,
             # slots that no kernel writes to stay 0
-            "partials": torch.zeros(SLOTS * len(tasks) * module.SUMS, dtype=sum_dtype, device=device),
+            "partials": torch.zeros(SLOTS * len(tasks) * sums, dtype=sum_dtype, device=device),
             "totals": self._totals,
             **{f"carry{i}": torch.empty(sum(rows), dtype=sum_dtype, device=device) for i in range(module.CARRIES)},
             **{
@@ -118,13 +118,12 @@ class BoundTritonTable:
         """Run the unit on all tensors that have a gradient."""
         with _on(self._device):
             self._send_step(grads)
-            if self._shared_totals is not None and self._passes == UPDATE_PASS:
-                self._totals.copy_(self._shared_totals.T)
+            if self._known:
+                assert self._known_totals is not None
+                self._totals[:, : self._known] = self._known_totals.T
             for launch, arguments, options in self._launches:
                 launch(*arguments, **options)
-        if self._passes != MEASURE_PASS:
-            return None
-        return self._totals if self._shared_totals is None else self._shared_totals.copy_(self._totals.T)
+        return None if self._updates else self._totals[:, self._known :].T
 
     def _send_step(self, grads: Sequence[Tensor | None]) -> None:
         """Send the addresses of the gradients, and the rows of the hyperparameters, to the device."""
@@ -148,16 +147,17 @@ def _launches(module: Any, memory: dict[str, Any], tensors: int, tasks: int) -> 
     from compiled_optim.backends.triton_driver import add_up
 
     found: list[tuple[Any, list[Any], Any]] = []
-    for name, number in PASSES.items():
-        if not module.PASSES & number:
-            continue
+    stages = range(len(module.STAGES))
+    for stage, name in enumerate([*map(measure_name, stages), *([UPDATE] if module.UPDATES else [])]):
         driver = getattr(module, name)
         arguments = [memory[argument] for argument in driver.arg_names]
         if tasks:
             found.append((driver[(tasks,)], arguments, {"num_warps": module.WARPS, "num_stages": 1}))
-        if name == MEASURE:
+        if stage in stages:
             summed = [memory[argument] for argument in ("grads", "slots", "partials", "totals")]
-            found.append((add_up[(tensors,)], summed, {"SUMS": module.SUMS, "BLOCK": ADD_UP_BLOCK}))
+            of_stage = {"FIRST": sum(module.STAGES[:stage]), "COUNT": module.STAGES[stage]}
+            sizes = {"SUMS": sum(module.STAGES), "KNOWN": module.KNOWN, "BLOCK": ADD_UP_BLOCK}
+            found.append((add_up[(tensors,)], summed, {**of_stage, **sizes}))
     return found
 
 

@@ -1,61 +1,110 @@
 """Cautious updates: drop the elements of an update that point along the gradient instead of against it.
 
-The update of any rule is known from the parameters before and after it. Decoupled weight decay is no part of the
-update: what a rule multiplies the parameters by (``p *= 1 - lr * weight_decay``) is applied to the parameters before
-the update too.
+The update of any rule is what it subtracts from the parameters, ``p -= u``. Other changes are no update and are not
+masked: a factor, such as that of decoupled weight decay (``p *= 1 - lr * weight_decay``), and an interpolation towards
+other weights (``p.lerp_(z, share)``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import gt, lt
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.errors import RuleError
 from compiled_optim.flat_tensors import FlatTensors
-from compiled_optim.tensors import AllReduce, Tensors, materialize
+from compiled_optim.locations import definition
+from compiled_optim.tensors import AllReduce, Number, Tensors, materialize
 
 SMALLEST_SHARE = 1e-3
 """What remains of an update is divided by the share of its elements, but by no less than this."""
 
 
-class Followed(Tensors):
-    """Parameters, and in ``start`` their values before the update, with the weight decay of the update."""
+class Caution:
+    """The mask of a step. The update of the parameters determines it; states that hold weights get the same mask."""
 
-    start: Tensors
+    def __init__(self, grads: Tensors, all_reduce: AllReduce) -> None:
+        self._grads, self._all_reduce = grads, all_reduce
+        self._factors: Tensors | None = None
 
-    def __imul__(self, other: Any) -> Tensors:  # type: ignore[override]
-        self.start *= other
-        return super().__imul__(other)
+    def masked(self, weights: Tensors) -> MaskedTensors:
+        """Return the same tensors in a list that masks updates. The parameters have to be updated first."""
+        if isinstance(weights, FlatTensors):
+            made: MaskedTensors = MaskedFlatTensors(weights, weights.segments, weights.level)
+        else:
+            made = MaskedTensors(weights)
+        made.caution, made.updates = self, 0
+        return made
 
-    def __itruediv__(self, other: Any) -> Tensors:
-        self.start /= other
-        return super().__itruediv__(other)
+    def of(self, update: Tensors, sign: Callable[[Tensors, float], Tensors]) -> Tensors:
+        """Return an update without some elements, and the others scaled up in turn.
 
+        ``sign`` compares the product of an element and its gradient with 0, and is true for elements that stay.
+        """
+        if self._factors is None:
+            mask = sign(update * self._grads, 0.0).map(lambda agrees: agrees.to(self._grads[0].dtype))
+            ones = self._grads.map(torch.ones_like)
+            kept, elements = self._all_reduce(mask.sum_of_squares(), ones.sum_of_squares())
+            self._factors = mask * kept.map(self._scale, elements)
+        return update * self._factors
 
-class FollowedFlat(Followed, FlatTensors):
-    """Parameters in a flat buffer."""
-
-
-def follow(params: Tensors) -> Followed:
-    """Return the same parameters in a list that remembers where they start."""
-    if isinstance(params, FlatTensors):
-        made: Followed = FollowedFlat(params, params.segments, params.level)
-    else:
-        made = Followed(params)
-    made.start = params._like(tensor.clone() for tensor in params)
-    return made
-
-
-def mask_update(params: Followed, grads: Tensors, all_reduce: AllReduce) -> None:
-    """Undo the elements of an update whose sign is not that of descent, and scale the others up in turn."""
-    change = params - params.start
-    mask = (change * grads < 0.0).map(lambda agrees: agrees.to(grads[0].dtype))
-    ones = grads.map(torch.ones_like)
-    kept, elements = all_reduce(mask.sum_of_squares(), ones.sum_of_squares())
-
-    def factor(kept: Tensor, elements: Tensor) -> Tensor:
+    def _scale(self, kept: Tensor, elements: Tensor) -> Tensor:
+        """Return the factor of the elements that stay, from their number and that of all elements."""
         share = (kept / elements).clamp(min=SMALLEST_SHARE)
-        return materialize((1.0 / share).to(grads[0].dtype))
+        return materialize((1.0 / share).to(self._grads[0].dtype))
 
-    params.copy_(params.start + change * mask * kept.map(factor, elements))
+
+def check_updates(params: MaskedTensors, update: Callable[..., None]) -> None:
+    """Raise RuleError if a rule has not updated the parameters once, so that there is no mask, or several."""
+    if params.updates != 1:
+        raise RuleError(
+            f"{update.__qualname__} cannot be cautious: it updates the parameters {params.updates} times by `p -= u` "
+            "or `p += u`, and not once",
+            definition(update),
+            "add up all terms of the update, and subtract them once from the whole list: p -= lr * u",
+        )
+
+
+class MaskedTensors(Tensors):
+    """Parameters, or weights in a state, whose updates are masked."""
+
+    caution: Caution
+    updates: int
+
+    def __isub__(self, other: Any) -> Tensors:
+        self.updates += 1
+        return super().__isub__(self.caution.of(self._as_list(other), gt))
+
+    def __iadd__(self, other: Any) -> Tensors:  # type: ignore[override]
+        self.updates += 1
+        return super().__iadd__(self.caution.of(self._as_list(other), lt))
+
+    def add_(self, values: Tensors, alpha: Number | Tensor) -> Tensors:
+        """Add a scaled update."""
+        self += alpha * values
+        return self
+
+    def copy_(self, other: list[Tensor]) -> Tensors:
+        """Replace the weights by updated ones."""
+        self += self._like(other) - self
+        return self
+
+    def ema_(self, values: Tensors, decay: Number) -> Tensors:
+        """Interpolate, which is no update."""
+        self *= decay
+        return super().__iadd__((1 - decay) * values)
+
+    def lerp_(self, values: Tensors, weight: Number | Tensor) -> Tensors:
+        """Interpolate, which is no update."""
+        return super().__iadd__((values - self) * weight)
+
+    def _as_list(self, other: Any) -> Tensors:
+        """Return an operand as a list with a value for each element."""
+        return other if isinstance(other, Tensors) else self.map(torch.zeros_like) + other
+
+
+class MaskedFlatTensors(MaskedTensors, FlatTensors):
+    """Weights in a flat buffer."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from compiled_optim.program_checks import count_sums, example_arguments
+from compiled_optim.program_checks import example_arguments, sum_stages
 from compiled_optim.update_program import UpdateProgram
 
 WIDTH = 4
@@ -62,4 +62,4 @@ def works_flat(program: UpdateProgram, rank: int) -> bool:
 
 def takes_matrix(program: UpdateProgram, rank: int) -> bool:
     """Return True if a rule sees a flat buffer as a matrix, because it works by rows or sums over tensors."""
-    return rank > 1 or (program.reduces and count_sums(program, rank) > 0)
+    return rank > 1 or (program.reduces and bool(sum_stages(program, rank)))

@@ -25,7 +25,7 @@ from compiled_optim.diagnostics.explain import Explanation
 from compiled_optim.engine import amp, averages
 from compiled_optim.engine.rows import OWN_OPTIONS
 from compiled_optim.engine.rule import DECOUPLED
-from compiled_optim.engine.rule_validation import check_cautious, check_group, check_own_norm
+from compiled_optim.engine.rule_validation import check_group, check_group_options
 from compiled_optim.engine.storage_options import KEYS, Rounding, StateDtype
 from compiled_optim.options import TORCH_SWITCHES, Settings, check_options
 from compiled_optim.saving import MAX_NORMS, SavedOptimizer, torch_method
@@ -70,8 +70,7 @@ class Optimizer(SavedOptimizer):
         rounding_seed: the seed of stochastic rounding.
         cautious: set elements of the update to zero whose change has the sign of the gradient, and scale up the others
             (Liang et al., 2024, `arXiv:2411.16085 <https://arxiv.org/abs/2411.16085>`_). Weight decay that the rule
-            applies to the parameters is not masked. Not for rules that sum over tensors or keep weights
-            as a state, and not with ``max_grad_norm_per_parameter``.
+            applies to the parameters is not masked.
         decoupled_weight_decay: multiply parameters by ``1 - lr * weight_decay`` before the update, which then has no
             weight decay. Adam, NAdam and RAdam define this option themselves, as in torch.optim.
     """
@@ -186,9 +185,7 @@ class Optimizer(SavedOptimizer):
                 self._stepper.check_storage(group)
                 averages.check_average(group)
             if has_options or group.get(DECOUPLED):
-                check_cautious(self, group)
-            if self.max_grad_norm_per_parameter is not None:
-                check_own_norm(self)
+                check_group_options(rule, group)
             self._stepper.check_devices({param.device for param in group["params"]})
             check_group(rule, group, self.compile, lambda: self._stepper.tracker.names(self.param_groups))
             if self._backward is not None:

@@ -27,15 +27,16 @@ class Arguments(NamedTuple):
     """The arguments of a program in addition to its lists; None for those it does not take.
 
     ``inv_scale`` and ``grad_scale`` are 0-dim tensors by which gradients are multiplied, one after the other.
-    ``totals`` are the sums of a rule over whole tensors, for the phase FINISH: first one sum for all tensors, then the
-    next. ``row_segments`` and ``mask`` describe the rows of a flat buffer, see
+    ``totals`` are sums over whole tensors (:class:`~compiled_optim.update_program.UpdateProgram`), stage by stage, in
+    a stage first one sum for all tensors, then the next. They are one tensor, or one for each stage.
+    ``row_segments`` and ``mask`` describe the rows of a flat buffer, see
     :class:`~compiled_optim.flat_tensors.Segments`. If ``found_inf``, a 0-dim tensor, is not 0, nothing is changed.
     """
 
     scalars: ScalarValues | None = None
     inv_scale: Tensor | None = None
     grad_scale: Tensor | None = None
-    totals: Tensor | None = None
+    totals: Tensor | Sequence[Tensor] | None = None
     row_segments: Tensor | None = None
     mask: Tensor | None = None
     found_inf: Tensor | None = None
@@ -46,7 +47,7 @@ class Result(Enum):
 
     NOTHING = "nothing"
     SUM = "one sum over all its tensors, as a 0-dim tensor; a bound batch returns those of its parts, as a 1-D tensor"
-    SUMS = "sums over each tensor, sum by sum, as a 1-D tensor"
+    SUMS = "sums over each tensor, sum by sum, as a 1-D tensor; a bound batch returns a row for each sum"
 
 
 class Program(Protocol):
@@ -89,7 +90,7 @@ class Program(Protocol):
         """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
         return tuple(shape)
 
-    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | list[Tensor] | None:
         """Run the program; it updates tensors in place."""
 
     def __hash__(self) -> int: ...

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from compiled_optim.program import Arguments
-from compiled_optim.update_program import UpdateProgram
+from compiled_optim.update_program import Part, Phase, UpdateProgram
 
 
 @lru_cache(maxsize=256)
-def count_sums(program: UpdateProgram, rank: int) -> int:
-    """Return the number of sums that a rule computes over each tensor with ``rank`` dimensions; it is run once."""
-    program = program.plain
-    shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states)))
+def sum_stages(program: UpdateProgram, rank: int) -> tuple[int, ...]:
+    """Return the number of sums over each tensor with ``rank`` dimensions in each stage of a program; it is run once.
+
+    For the part PREPARE these are the stages before the map of matrices.
+    """
+    program = replace(program.plain, phase=Phase.WHOLE)
+    extra = int(program.part is not Part.WHOLE)
+    shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states) + extra))
     lists = [[torch.ones(shape, device="cpu")] for shape in shapes]
-    return len(program.measure(lists, example_arguments(program)))
+    return tuple(map(len, program.run_stages(lists, example_arguments(program)).sums))
 
 
 def example_arguments(program: UpdateProgram) -> Arguments:

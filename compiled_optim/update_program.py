@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.cautious import Followed, follow, mask_update
+from compiled_optim.cautious import Caution, check_updates
 from compiled_optim.flat_tensors import FlatTensors, Segments
 from compiled_optim.locations import is_ours
 from compiled_optim.noise import Noise
@@ -41,12 +43,18 @@ def _unchanged(tensors: Tensors) -> Tensors:
 
 
 class Phase(Enum):
-    """Which part of a rule a program runs; see :class:`UpdateProgram`."""
+    """What a program does about sums over tensors; see :class:`UpdateProgram`."""
 
     WHOLE = "whole"
     MEASURE = "measure"
     FINISH = "finish"
-    BOTH = "both"
+    STAGED = "staged"
+
+
+class Part(Enum):
+    """Which part of a rule that maps matrices a program runs; see :class:`UpdateProgram`."""
+
+    WHOLE = "whole"
     PREPARE = "prepare"
     APPLY = "apply"
 
@@ -63,17 +71,20 @@ class UpdateProgram:
     A program that ``unscales`` multiplies gradients by ``inv_scale`` and writes them back. A ``scaled`` one multiplies
     them by ``grad_scale`` for its own use, after that. With the scalar MAX_NORM, the gradient of each tensor is clipped
     by its own norm. With the scalar EMA_DECAY, the last state is EMA, the moving average of the parameters. With the
-    scalar SHRINK, parameters are multiplied by it before the rule. A ``cautious`` program masks the rule's update.
+    scalar SHRINK, parameters are multiplied by it before the rule. A ``cautious`` program masks the rule's update, of
+    the parameters and of the states in ``weights``.
 
-    A rule that sums over tensors passes its sums to its argument ``all_reduce``. On sharded tensors such a rule runs
-    twice. MEASURE runs it on copies and returns the sums over the local shards; a compiler removes the rest of the
-    computation. FINISH runs it again, with the sums over all shards from ``totals``. BOTH is only traced: it returns
-    the sums and continues with ``totals``, so that a backend can split the graph into two passes over the same tensors.
+    Sums over tensors are passed to ``all_reduce``: those of the rule, of the norm of each gradient, and of the mask of
+    a cautious program. Each call is a stage, and what follows may depend on its sums. On sharded tensors a program runs
+    several times. MEASURE runs it on copies as far as the stage with the number ``stage``, and returns the sums of that
+    stage over the local shards; ``totals`` has the sums of the stages before, over all shards. FINISH runs it with the
+    sums of all stages from ``totals``. STAGED is only traced: it returns the sums of each stage, and continues with
+    those from ``totals``, so that a backend can split the graph into one pass over the tensors for each stage.
 
     A rule that maps matrices passes tensors to its argument ``map_matrices``. It runs twice, with one more list at the
-    end. PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices in it
-    (``engine.matrices``). APPLY runs the rule again, and reads the results from the list. The phase WHOLE is only for
-    checks of a rule: its matrices stay as they are.
+    end. The part PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices
+    in it (``engine.matrices``). APPLY runs the rule again, and reads the results from the list. The part WHOLE is only
+    for checks of a rule: its matrices stay as they are.
 
     ``reduced`` are the numbers of the lists of states that have the size 1 in a dimension, and that dimension.
 
@@ -92,8 +103,11 @@ class UpdateProgram:
     storages: tuple[Storage, ...] = ()
     companions: tuple[str, ...] = ()
     cautious: bool = False
+    weights: tuple[str, ...] = ()
     reduced: tuple[tuple[int, int], ...] = ()
     phase: Phase = Phase.WHOLE
+    stage: int = 0
+    part: Part = Part.WHOLE
     segments: int = 0
     has_blocks: bool = False
 
@@ -123,12 +137,12 @@ class UpdateProgram:
     @property
     def reduces(self) -> bool:
         """Whether the program sums over tensors."""
-        return takes_all_reduce(self.update) or MAX_NORM in self.scalars or self.cautious
+        return takes(self.update, ALL_REDUCE) or MAX_NORM in self.scalars or self.cautious
 
     @property
     def maps_matrices(self) -> bool:
-        """Whether the program maps matrices, so that it has one more list in the phases PREPARE and APPLY."""
-        return takes_matrices(self.update)
+        """Whether the program maps matrices, so that it has one more list in the parts PREPARE and APPLY."""
+        return takes(self.update, MAP_MATRICES)
 
     @property
     def is_separable(self) -> bool:
@@ -140,41 +154,50 @@ class UpdateProgram:
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """Words for logs: how tensors are kept, how gradients are scaled, and the phase if there are two."""
+        """Words for logs: how tensors are kept, how gradients are scaled, and what part of the rule it runs."""
         kept = dict.fromkeys(storage.word for storage in self.storages if storage.word)
         words = {"cautious": self.cautious, "unscales": self.unscales, "scaled": self.scaled}
-        words |= {self.phase.value: self.phase is not Phase.WHOLE}
+        words |= {self.part.value: self.part is not Part.WHOLE, self.phase.value: self.phase is not Phase.WHOLE}
+        words |= {f"stage {self.stage}": self.stage > 0}
         return (*kept, *(word for word, applies in words.items() if applies))
 
     @property
     def result(self) -> Result:
-        """SUMS in the phases that return sums, else NOTHING."""
-        return Result.SUMS if self.phase in (Phase.MEASURE, Phase.BOTH) else Result.NOTHING
+        """SUMS in the phase that returns sums, else NOTHING."""
+        return Result.SUMS if self.phase is Phase.MEASURE else Result.NOTHING
 
-    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
-        """Apply the rule once, in place. The phase MEASURE changes nothing and returns the sums."""
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | list[Tensor] | None:
+        """Apply the rule once, in place. MEASURE changes nothing and returns the sums of its stage."""
         if self.phase is Phase.MEASURE:
-            return torch.stack(self.measure(lists, arguments))
-        recorded = _RecordedSums()
-        if self.phase is Phase.PREPARE:
-            self._run(self._copies(lists[:-1]), arguments, recorded, partial(_written_to, lists[-1]))
-            return None
-        if self.phase is Phase.APPLY:
-            mapped = Tensors(tensor.to(self.dtype) for tensor in lists[-1])
-            self._run_unless_skipped(lists[:-1], arguments, recorded, lambda _: mapped)
-            return None
-        if self.phase is Phase.WHOLE:
-            self._run_unless_skipped(lists, arguments, recorded)
-            return None
-        known = _KnownSums(arguments.totals, len(lists[0]))
-        self._run_unless_skipped(lists, arguments, lambda *sums: (recorded(*sums), known(*sums))[1])
-        return torch.stack(recorded.sums) if self.phase is Phase.BOTH else None
+            return torch.stack(self.run_stages(lists, arguments, self.stage).sums[-1])
+        stages = Stages(arguments.totals, len(lists[0]))
+        if self.part is Part.PREPARE:
+            self._run_on_copies(lists, arguments, stages)
+        elif self.part is Part.APPLY:
+            self._run_unless_skipped(lists[:-1], arguments, stages, self._mapped(lists[-1]))
+        else:
+            self._run_unless_skipped(lists, arguments, stages)
+        return [torch.stack(own) for own in stages.sums] if self.phase is Phase.STAGED else None
 
-    def measure(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
-        """Return the sums that the rule computes, first one sum for all tensors, then the next. Change nothing."""
-        recorded = _RecordedSums()
-        self._run(self._copies(lists), arguments, recorded)
-        return recorded.sums
+    def run_stages(self, lists: TensorLists, arguments: Arguments, stop: int | None = None) -> Stages:
+        """Run the rule as far as the stage ``stop``, and return the stages. This changes no parameter and no state."""
+        stages = Stages(arguments.totals, len(lists[0]), stop)
+        self._run_on_copies(lists, arguments, stages)
+        return stages
+
+    def _run_on_copies(self, lists: TensorLists, arguments: Arguments, stages: Stages) -> None:
+        """Run the rule on copies, as far as the stage where ``stages`` stops; PREPARE as far as the map of matrices."""
+        map_matrices: MapMatrices = _unchanged
+        if self.part is not Part.WHOLE:
+            *lists, matrices = lists
+            map_matrices = partial(_write_and_stop, matrices) if self.part is Part.PREPARE else self._mapped(matrices)
+        with suppress(_Stopped):
+            self._run(self._copies(lists), arguments, stages, map_matrices)
+
+    def _mapped(self, matrices: list[Tensor]) -> MapMatrices:
+        """Return a function that returns the results of the map, which are in the last list."""
+        mapped = Tensors(tensor.to(self.dtype) for tensor in matrices)
+        return lambda _: mapped
 
     def _copies(self, lists: TensorLists) -> TensorLists:
         """Return copies of all lists that the program writes to."""
@@ -182,20 +205,20 @@ class UpdateProgram:
         return [grads, *([tensor.clone() for tensor in tensors] for tensors in lists[1:])]
 
     def _run_unless_skipped(
-        self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce, map_matrices: MapMatrices = _unchanged
+        self, lists: TensorLists, arguments: Arguments, stages: Stages, map_matrices: MapMatrices = _unchanged
     ) -> None:
         """Run the rule, and restore all tensors if ``found_inf`` is not 0. The value is not read on the host."""
         if arguments.found_inf is None:
-            self._run(lists, arguments, all_reduce, map_matrices)
+            self._run(lists, arguments, stages, map_matrices)
             return
         before = [[tensor.clone() for tensor in tensors] for tensors in lists]
-        self._run(lists, arguments, all_reduce, map_matrices)
+        self._run(lists, arguments, stages, map_matrices)
         is_finite = arguments.found_inf == 0
         for tensors, old in zip(lists, before, strict=True):
             torch._foreach_copy_(tensors, [torch.where(is_finite, *pair) for pair in zip(tensors, old, strict=True)])
 
     def _run(
-        self, lists: TensorLists, arguments: Arguments, all_reduce: AllReduce, map_matrices: MapMatrices = _unchanged
+        self, lists: TensorLists, arguments: Arguments, stages: Stages, map_matrices: MapMatrices = _unchanged
     ) -> None:
         kept, companions = lists[1 : 2 + len(self.states)], iter(lists[2 + len(self.states) :])
         storages = self.storages or (Direct(),) * len(kept)
@@ -221,16 +244,19 @@ class UpdateProgram:
         named = dict(zip(self.states, states, strict=True))
         average = None if decay is None else named.pop(EMA)
         if max_norm is not None:
-            grads = _clipped(grads, max_norm, all_reduce)
-        functions: dict[str, Any] = {ALL_REDUCE: all_reduce} if takes_all_reduce(self.update) else {}
-        if self.maps_matrices:
-            functions[MAP_MATRICES] = map_matrices
+            grads = _clipped(grads, max_norm, stages.all_reduce)
+        functions = {ALL_REDUCE: stages.all_reduce, MAP_MATRICES: map_matrices}
+        functions = {name: function for name, function in functions.items() if takes(self.update, name)}
         if shrink is not None:
             params *= shrink
-        given = follow(params) if self.cautious else params
-        self.update(given, grads, **named, **numbers, **dict(self.flags), **functions)
-        if isinstance(given, Followed):
-            mask_update(given, grads, all_reduce)
+        if self.cautious:
+            caution = Caution(grads, stages.all_reduce)
+            masked = {name: caution.masked(named[name]) for name in self.weights}
+            given = caution.masked(params)
+            self.update(given, grads, **{**named, **masked}, **numbers, **dict(self.flags), **functions)
+            check_updates(given, self.update)
+        else:
+            self.update(params, grads, **named, **numbers, **dict(self.flags), **functions)
         if average is not None:
             average.ema_(params, decay)
         place = 0
@@ -278,43 +304,39 @@ def reduced_shape(shape: Sequence[Any], dim: int | None) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1024)
-def takes_all_reduce(update: Callable[..., None]) -> bool:
-    """Return True if a rule has the argument ``all_reduce``, so that it sums over tensors."""
-    return ALL_REDUCE in inspect.signature(update).parameters
+def takes(update: Callable[..., None], function: str) -> bool:
+    """Return True if a rule has this function as an argument: ALL_REDUCE or MAP_MATRICES."""
+    return function in inspect.signature(update).parameters
 
 
-@lru_cache(maxsize=1024)
-def takes_matrices(update: Callable[..., None]) -> bool:
-    """Return True if a rule has the argument ``map_matrices``, so that it maps whole matrices."""
-    return MAP_MATRICES in inspect.signature(update).parameters
-
-
-def _written_to(target: list[Tensor], values: Tensors) -> Tensors:
-    """Write tensors to a list, and return them."""
+def _write_and_stop(target: list[Tensor], values: Tensors) -> Tensors:
+    """Write tensors to a list, and stop the program."""
     torch._foreach_copy_(target, values)
-    return values
+    raise _Stopped
 
 
-class _RecordedSums:
-    """An ``all_reduce`` that records the sums and returns them unchanged."""
-
-    def __init__(self) -> None:
-        self.sums: list[Tensor] = []
-
-    def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:
-        if self.sums:
-            raise TypeError("update() calls all_reduce() more than once; pass all sums in one call, as several lists")
-        self.sums = [each for one in sums for each in one]
-        return sums
+class _Stopped(BaseException):
+    """Ends a run on copies. No Exception, so that a rule does not catch it."""
 
 
-class _KnownSums:
-    """An ``all_reduce`` that returns given totals, in the order in which :class:`_RecordedSums` records sums."""
+class Stages:
+    """The function ``all_reduce`` of a program. It records the sums of each stage.
 
-    def __init__(self, totals: Tensor | None, tensors: int) -> None:
-        assert totals is not None
-        self._totals, self._tensors = totals.unbind(), tensors
+    Without ``totals`` the sums themselves are used, else those from ``totals``: stage by stage, in each stage first one
+    sum for all tensors, then the next. The program ends in the stage with the number ``stop``.
+    """
 
-    def __call__(self, *sums: Tensors) -> tuple[Tensors, ...]:
-        n = self._tensors
-        return tuple(Tensors(self._totals[i * n : (i + 1) * n]) for i in range(len(sums)))
+    def __init__(self, totals: Tensor | Sequence[Tensor] | None, tensors: int, stop: int | None = None) -> None:
+        parts = [totals] if isinstance(totals, Tensor) else totals or ()
+        self._totals = None if totals is None else iter([total for part in parts for total in part.unbind()])
+        self._tensors, self._stop = tensors, stop
+        self.sums: list[list[Tensor]] = []
+
+    def all_reduce(self, *sums: Tensors) -> tuple[Tensors, ...]:
+        """Return the sums over all shards."""
+        self.sums.append([each for one in sums for each in one])
+        if len(self.sums) - 1 == self._stop:
+            raise _Stopped
+        if self._totals is None:
+            return sums
+        return tuple(Tensors(islice(self._totals, self._tensors)) for _ in sums)

@@ -48,8 +48,8 @@ class BoundBucket(ABC):
         self.states = [*placed, *kept]
         self.scalar_rows = Rows(bucket, counters, numbers, readers)
         self._totals = None
-        if bucket.sums:
-            self._totals = torch.zeros(bucket.sums, len(entries), dtype=bucket.sum_dtype, device=bucket.device)
+        if bucket.stages:
+            self._totals = torch.zeros(sum(bucket.stages), len(entries), dtype=bucket.sum_dtype, device=bucket.device)
         arguments = BoundArguments(
             self.scalar_rows.scalars,
             self.scalar_rows.inv_scale if program.unscales else None,
@@ -58,7 +58,8 @@ class BoundBucket(ABC):
             **self._row_arguments(),
             found_inf=self.scalar_rows.found_inf,
         )
-        self._measure = None if bucket.measure is None else bucket.measure.bind(lists, arguments)
+        self._measures = [batch.bind(lists, arguments) for batch in bucket.measures]
+        self._prepare = None if bucket.prepare is None else bucket.prepare.bind(lists, arguments)
         self._update = bucket.update.bind(lists, arguments)
 
     @abstractmethod
@@ -84,25 +85,37 @@ class BoundBucket(ABC):
         """The indices, among the entries, of gradients of which the calls get copies."""
 
     @abstractmethod
-    def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
+    def run(self, grads: Sequence[Tensor | None], some_absent: bool, first_stage: int = 0) -> None:
         """Update the parameters and states in place. ``grads`` are the result of :meth:`pick_grads`.
 
-        ``some_absent`` is True if one may be None. If an exception ends the update, such as KeyboardInterrupt, the
-        steps of updated parameters are counted.
+        ``some_absent`` is True if one may be None. The stages before ``first_stage`` are measured. If an exception ends
+        the update, such as KeyboardInterrupt, the steps of updated parameters are counted.
         """
 
-    @abstractmethod
-    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Compute the sums of the rule over the tensors of this bucket; return them, a row for each sum."""
+    def measure(self, stage: int, grads: Sequence[Tensor | None]) -> Tensor:
+        """Compute the sums of a stage over each tensor and all its shards; return them, a row for each sum."""
+        totals, measured = self._totals_of(stage), self._measures[stage](grads)
+        if measured is None:  # there are no elements
+            totals.zero_()
+        else:
+            totals.copy_(measured)
+        if self.bucket.shards is not None:
+            self.bucket.shards.all_reduce_(totals)
+        return totals
 
-    def set_totals(self, totals: Tensor) -> None:
-        """Let the update use these sums for all tensors."""
+    def set_totals(self, stage: int, sums: Tensor) -> None:
+        """Let all tensors use these sums of a stage."""
+        self._totals_of(stage).copy_(sums.unsqueeze(1))
+
+    def _totals_of(self, stage: int) -> Tensor:
+        """Return the sums of a stage, a row for each."""
         assert self._totals is not None
-        self._totals.copy_(totals.unsqueeze(1).expand_as(self._totals))
+        first, count = sum(self.bucket.stages[:stage]), self.bucket.stages[stage]
+        return self._totals[first : first + count]
 
     def bound_batches(self) -> list[BoundBatch]:
-        """Return the bound batches of the update, one for each phase."""
-        return [self._update] if self._measure is None else [self._measure, self._update]
+        """Return the bound batches of the update, in order."""
+        return [*self._measures, *([] if self._prepare is None else [self._prepare]), self._update]
 
     def remove_unused_states(self) -> None:
         """Remove the states that were created for parameters which are not updated yet."""
@@ -137,12 +150,9 @@ class TensorBucket(BoundBucket):
         """The indices, among the entries, of gradients that are converted before use."""
         return [i for i, view in self._grad_views.items() if view.func is _converted]
 
-    def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
+    def run(self, grads: Sequence[Tensor | None], some_absent: bool, first_stage: int = 0) -> None:
         """Update the parameters and states in place."""
-        if self._measure is not None and not self.bucket.sums_over_all:
-            self.measure(grads)
-        else:
-            self._load_copies()
+        self._prepare_update(grads, first_stage)
         present = [grad is not None for grad in grads] if some_absent else None
         before, runs = self.scalar_rows.progress(), self._update.runs[:]
         after = self.scalar_rows.after(present)
@@ -157,19 +167,18 @@ class TensorBucket(BoundBucket):
                 self.created = [i for i in self.created if not updated[i]]
             raise
 
-    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Compute the sums of the rule over each tensor and all its shards."""
-        self._load_copies()
-        assert self._measure is not None
-        self._measure(grads)
-        return self._finish_measuring(grads)
+    def measure(self, stage: int, grads: Sequence[Tensor | None]) -> Tensor:
+        """Compute the sums of a stage over each tensor and all its shards; return them, a row for each sum."""
+        if stage == 0:
+            self._load_copies()
+        return super().measure(stage, grads)
 
-    def _finish_measuring(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Complete the results of the batch before the update, and return them."""
-        assert self._totals is not None
-        if self.bucket.shards is not None:
-            self.bucket.shards.all_reduce_(self._totals)
-        return self._totals
+    def _prepare_update(self, grads: Sequence[Tensor | None], first_stage: int) -> None:
+        """Compute what the update needs, from this stage on."""
+        if not self.bucket.stages:
+            self._load_copies()
+        for stage in range(first_stage, len(self.bucket.stages)):
+            self.measure(stage, grads)
 
     def _load_copies(self) -> None:
         """Copy the parameters that are not dense."""

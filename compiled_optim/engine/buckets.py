@@ -18,10 +18,10 @@ from compiled_optim.engine.rule import Constants, Group, Rule
 from compiled_optim.engine.sharding import ShardSpec
 from compiled_optim.flat_programs import takes_matrix
 from compiled_optim.program import SquaredNormProgram
-from compiled_optim.program_checks import count_sums
+from compiled_optim.program_checks import sum_stages
 from compiled_optim.storage import compute_dtype
 from compiled_optim.tensors import sum_dtype
-from compiled_optim.update_program import Phase, UpdateProgram
+from compiled_optim.update_program import MAX_NORM, Part, Phase, UpdateProgram
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class Bucket:
     """Parameters that share backend, device, dtypes and options, so that one call can step them.
 
     Group, step count and numbers select a row of scalars for each parameter. If the backend does not take rows, all
-    parameters of a bucket have the same ones. A bucket has up to three batches: the norms of its gradients if they are
-    clipped, the sums of a rule over sharded tensors, and the update.
+    parameters of a bucket have the same ones. A bucket has several batches: the norms of its gradients if they are
+    clipped, the stages of sums over sharded tensors or over all parameters, the matrices to map, and the update.
 
     The tensors of a bucket that ``is_flat`` lie in flat buffers. Its batches have the parts of these buffers. Those of
     one that ``is_outside`` do not, although its backend gets flat buffers.
@@ -110,10 +110,23 @@ class Bucket:
         return [layout.view_shape(entry.local, self.rows) for entry in self.entries]
 
     @cached_property
-    def sums(self) -> int:
-        """The number of sums over each tensor that are added up over shards or parameters; 0 if they are not."""
+    def stages(self) -> tuple[int, ...]:
+        """The number of sums over each tensor in each stage, if they are added up over shards or parameters."""
         adds_up = self.shards is not None or self.sums_over_all
-        return count_sums(self.program, 1 + self.rows) if adds_up and self.program.reduces else 0
+        return sum_stages(self.program, 1 + self.rows) if adds_up and self.program.reduces else ()
+
+    @property
+    def stages_over_all(self) -> range:
+        """The stages of the rule itself, if its sums are over all parameters. Others are of a norm or a mask."""
+        last = len(self.stages) - self.program.cautious
+        return range(int(MAX_NORM in self.program.scalars), last) if self.sums_over_all else range(0)
+
+    @cached_property
+    def stages_before_map(self) -> int:
+        """The number of stages before the map of matrices."""
+        if self.matrix_map is None or not self.stages:
+            return 0
+        return len(sum_stages(replace(self.program, part=Part.PREPARE), 1 + self.rows))
 
     @property
     def takes_found_inf(self) -> bool:
@@ -130,21 +143,23 @@ class Bucket:
         return Batch(self.backend, program, str(self.device), self.dtypes[:1], shapes, is_flat=self.is_flat)
 
     @cached_property
-    def measure(self) -> Batch | None:
-        """The batch before the update, which computes sums of a rule over sharded tensors, or matrices; or None."""
-        if self.matrix_map is not None:
-            return self._update_batch(Phase.PREPARE)
-        return self._update_batch(Phase.MEASURE) if self.sums else None
+    def measures(self) -> list[Batch]:
+        """The batches that compute the sums of each stage."""
+        stages = range(len(self.stages))
+        return [self._update_batch(Phase.MEASURE, stage, is_late=stage >= self.stages_before_map) for stage in stages]
+
+    @cached_property
+    def prepare(self) -> Batch | None:
+        """The batch that writes the matrices to map; None if the rule maps none."""
+        if self.matrix_map is None:
+            return None
+        known = self.stages_before_map
+        return self._update_batch(Phase.FINISH if known else Phase.WHOLE, known, is_late=False)
 
     @cached_property
     def update(self) -> Batch:
         """The batch that updates parameters and states."""
-        if self.matrix_map is not None:
-            return self._update_batch(Phase.APPLY)
-        if not self.sums:
-            return self._update_batch(Phase.WHOLE)
-        totals = ArgumentSpec("totals", self.sum_dtype, (self.sums, len(self.entries)))
-        return self._update_batch(Phase.FINISH, totals)
+        return self._update_batch(Phase.FINISH if self.stages else Phase.WHOLE, len(self.stages))
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -153,15 +168,25 @@ class Bucket:
 
     def batches(self, clips: bool) -> list[Batch]:
         """Return all batches of a step, in order. ``clips`` adds the norm of the gradients."""
-        measure = [] if self.measure is None else [self.measure]
-        return [*([self.norm] if clips else []), *measure, self.update]
+        prepare = [] if self.prepare is None else [self.prepare]
+        return [*([self.norm] if clips else []), *self.measures, *prepare, self.update]
 
-    def _update_batch(self, phase: Phase, *totals: ArgumentSpec) -> Batch:
-        program = replace(self.program, phase=phase, segments=self.flat_layout.segments if self.is_flat else 0)
+    def _update_batch(self, phase: Phase, known: int, is_late: bool = True) -> Batch:
+        """Return a batch of the program. It is given the sums of the first ``known`` stages.
+
+        If the rule maps matrices, a batch that ``is_late`` is given the results of the map, another one writes what to
+        map.
+        """
+        part = Part.WHOLE
+        if self.matrix_map is not None:
+            part = Part.APPLY if is_late else Part.PREPARE
+        program = replace(self.program, phase=phase, part=part, stage=known if phase is Phase.MEASURE else 0)
+        program = replace(program, segments=self.flat_layout.segments if self.is_flat else 0)
         factors = {"inv_scale": program.unscales, "grad_scale": program.scaled}
         scales = [ArgumentSpec(name, program.dtype, ()) for name, is_used in factors.items() if is_used]
         if self.takes_found_inf:
             scales.append(ArgumentSpec("found_inf", torch.float32, ()))
+        totals = [ArgumentSpec("totals", self.sum_dtype, (sum(self.stages), len(self.entries)))] if known else []
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
         arguments = (scalars, *scales, *totals, *self._row_arguments())
         dtypes = self.dtypes if self.matrix_map is None else (*self.dtypes, self.matrix_map.dtype)

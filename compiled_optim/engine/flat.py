@@ -49,7 +49,7 @@ class FlatBucket(BoundBucket):
         """The indices of all entries."""
         return range(len(self.bucket.entries))
 
-    def run(self, grads: Sequence[Tensor | None], some_absent: bool) -> None:
+    def run(self, grads: Sequence[Tensor | None], some_absent: bool, first_stage: int = 0) -> None:
         """Update the parameters and states in place. No gradient is None.
 
         If an exception comes between two calls, the others are made before it is raised again: a parameter may lie in
@@ -71,10 +71,6 @@ class FlatBucket(BoundBucket):
             self._visits += 1
             if self._visits >= VISITS:
                 self._memory.movers.update(id(entry.param) for entry in self.bucket.entries)
-
-    def measure(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Raise: rules with sums over all parameters are not stepped in flat buffers."""
-        raise NotImplementedError
 
     def _finish(self, progress: Progress, saved: list[Tensor]) -> None:
         """Copy back what was copied for the update, and count the step. The call can be repeated."""

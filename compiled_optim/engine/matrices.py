@@ -1,7 +1,7 @@
 """Buckets of a rule that maps matrices: between two passes over all tensors, those of equal shape are mapped at once.
 
-A step has three parts. The phase PREPARE of the program writes what the rule passes to ``map_matrices`` to a workspace,
-in the dtype of the map. Matrices of equal shape, after tall ones are transposed, are mapped as one stack. The phase
+A step has three parts. The part PREPARE of the program writes what the rule passes to ``map_matrices`` to a workspace,
+in the dtype of the map. Matrices of equal shape, after tall ones are transposed, are mapped as one stack. The part
 APPLY updates parameters and states with the results. So only the number of different shapes matters, not that of the
 matrices. Until APPLY nothing but the workspace is changed.
 
@@ -197,7 +197,19 @@ class MatrixBucket(TensorBucket):
         self._stacks = _stacks([source for i in order for source in _sources(i, entries[i], self._wholes[i])], largest)
         return kept, [*lists, regions]
 
-    def _finish_measuring(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def _prepare_update(self, grads: Sequence[Tensor | None], first_stage: int) -> None:
+        if not self.bucket.stages:
+            self._load_copies()
+        for stage in range(self.bucket.stages_before_map):
+            self.measure(stage, grads)
+        assert self._prepare is not None
+        self._prepare(grads)
+        self._map_matrices(grads)
+        for stage in range(self.bucket.stages_before_map, len(self.bucket.stages)):
+            self.measure(stage, grads)
+
+    def _map_matrices(self, grads: Sequence[Tensor | None]) -> None:
+        """Map the matrices in the workspace, of tensors that have a gradient."""
         assert self.bucket.matrix_map is not None
         present = [grad is not None for grad in grads]
         if self._exchange is not None:
@@ -206,7 +218,6 @@ class MatrixBucket(TensorBucket):
             stack.map(self.bucket.matrix_map, self.bucket.backend, None if all(present) else present)
         if self._exchange is not None:
             self._exchange.distribute(self._views, self._wholes, present)
-        return self._memory
 
 
 def _sources(number: int, entry: Entry, tensor: Tensor) -> list[Source]:

@@ -139,16 +139,26 @@ class Plan:
         if unscale is not None:
             written = [*written, *(grad for own in picked for grad in own if grad is not None)]
         torch.autograd.graph.increment_version(written)
-        if self._rule.sums_over_all and self.buckets:  # there is none if no parameter has a gradient
-            self._totals = add_up([bucket.measure(own) for bucket, own in zip(self.buckets, picked, strict=True)])
-            for bucket in self.buckets:
-                bucket.set_totals(self._totals)
+        measured = self._measure_over_all(picked) if self._rule.sums_over_all and self.buckets else 0
         for bucket, bucket_grads in zip(self.buckets, picked, strict=True):
             # a process without gradients still takes part in what the others compute of its shards
             if some_absent and bucket.bucket.shards is None and all(grad is None for grad in bucket_grads):
                 continue
-            bucket.run(bucket_grads, some_absent)
+            bucket.run(bucket_grads, some_absent, measured)
         return norm
+
+    def _measure_over_all(self, grads: Sequence[Sequence[Tensor | None]]) -> int:
+        """Compute the sums of the rule over all parameters; return the number of stages that are measured now."""
+        over_all = self.buckets[0].bucket.stages_over_all
+        found = []
+        for stage in range(over_all.stop):
+            sums = [bucket.measure(stage, own) for bucket, own in zip(self.buckets, grads, strict=True)]
+            if stage in over_all:
+                found.append(add_up(sums))
+                for bucket in self.buckets:
+                    bucket.set_totals(stage, found[-1])
+        self._totals = torch.cat(found)
+        return over_all.stop
 
     def sums(self) -> list[float]:
         """Return the sums over all parameters of the last step, if the rule has such. The host waits for them."""

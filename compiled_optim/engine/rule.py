@@ -250,10 +250,14 @@ class Rule:
         return {name: None if value is None else _initial(group, value) for name, value in declared.items()}
 
     @property
+    def weight_states(self) -> frozenset[str]:
+        """The names of states that hold weights: they start as copies of the parameter."""
+        return frozenset(name for name, value in self.initial_values.items() if value is None)
+
+    @property
     def unquantized(self) -> frozenset[str]:
         """The names of states that are never kept in 8 bits."""
-        copies = {name for name, value in self.initial_values.items() if value is None}
-        return frozenset({*copies, *self.reduced_states})
+        return self.weight_states.union(self.reduced_states)
 
     def view_rank(self, param: Tensor) -> int:
         """Return the number of dimensions in which ``update`` sees a parameter."""
@@ -346,6 +350,7 @@ class Rule:
             scaled=variant.maximize or variant.clips,
             unscales=unscales,
             cautious=variant.cautious,
+            weights=tuple(name for name in states if name in self.weight_states),
             reduced=tuple(
                 (2 + i, self.reduced_states[name]) for i, name in enumerate(states) if name in self.reduced_states
             ),

@@ -28,8 +28,9 @@ from compiled_optim.engine.tensor_types import PLAIN_TYPES
 from compiled_optim.errors import RuleError
 from compiled_optim.locations import current_user_line, definition, innermost_user_frame, is_ours, rebinding
 from compiled_optim.program import Arguments
+from compiled_optim.program_checks import sum_stages
 from compiled_optim.torch_private import TorchDispatchMode
-from compiled_optim.update_program import EMA, UpdateProgram, takes_all_reduce, takes_matrices
+from compiled_optim.update_program import EMA, UpdateProgram
 
 BRANCH = "choose by torch.where(condition, a, b); what depends on a hyperparameter alone is a bool from derived()"
 NUMBER = "keep it a 0-dim tensor; numbers known before the step are returned by derived()"
@@ -72,39 +73,19 @@ def check_group(rule: Rule, group: Group, compiled: bool, names: Callable[[], Se
                 check_supported(type(rule).__name__, name, param, program, rank)
 
 
-def check_own_norm(rule: Rule) -> None:
-    """Raise ValueError if each gradient shall be clipped by its own norm, but the rule combines elements itself."""
-    if rule.max_grad_norm_per_parameter is None:
-        return
-    remedy = "clip before the step with torch.nn.utils.clip_grad_norm_([param], max_norm)"
-    refused = f"{type(rule).__name__} does not support max_grad_norm_per_parameter"
-    if takes_all_reduce(type(rule).update):
-        raise ValueError(
-            f"{refused}: its formula sums over each tensor, and these sums would depend on the clipped gradient; "
-            f"{remedy}"
-        )
-    if takes_matrices(type(rule).update):
-        raise ValueError(f"{refused}: its formula maps whole matrices, in several passes; {remedy}")
-
-
-def check_cautious(rule: Rule, group: Group) -> None:
-    """Raise ValueError if a group has the option ``cautious`` or DECOUPLED, but the rule does not allow it."""
+def check_group_options(rule: Rule, group: Group) -> None:
+    """Raise if a group has the option ``cautious`` or DECOUPLED, but the rule does not allow it."""
     name = type(rule).__name__
-    for option, chosen in (("cautious", group.get("cautious")), (DECOUPLED, rule.decouples(group))):
-        if chosen and rule.unquantized:
-            raise ValueError(
-                f"{name} does not support {option}=True: its state {min(rule.unquantized)!r} holds weights as well, "
-                "which would not be changed in the same way; use another optimizer"
-            )
-    if group.get("cautious") and (takes_all_reduce(type(rule).update) or rule.max_grad_norm_per_parameter is not None):
-        cause = (
-            "its formula sums over each tensor" if takes_all_reduce(type(rule).update) else "each gradient is clipped"
-        )
+    if group.get("cautious") and not is_ours(type(rule)):
+        sum_stages(rule.program(group), 1)  # raises if the update cannot be masked
+    if not rule.decouples(group):
+        return
+    if rule.weight_states:
         raise ValueError(
-            f"{name} does not support cautious=True here: {cause}, and the share of masked elements would depend on "
-            "these sums; use max_grad_norm instead of max_grad_norm_per_parameter, or an optimizer without such sums"
+            f"{name} does not support {DECOUPLED}=True: its state {min(rule.weight_states)!r} holds weights as well, "
+            "which would not be changed in the same way; its own weight_decay is not added to the gradient either"
         )
-    if rule.decouples(group) and not ("weight_decay" in group and "lr" in group):
+    if not ("weight_decay" in group and "lr" in group):
         raise ValueError(f"{name} does not support {DECOUPLED}=True: it has no weight_decay or no lr")
 
 
@@ -161,8 +142,7 @@ def try_out(rule: Rule, program: UpdateProgram, ranks: tuple[int, ...] = ()) -> 
     """
     if not is_ours(type(rule)):
         # a copy of the parameter at the start may stay as it is
-        copies = frozenset(name for name, value in rule.initial_values.items() if value is None)
-        _try_out(replace(program, scaled=False), ranks or ((1, 2) if rule.rowwise else (1,)), copies)
+        _try_out(replace(program, scaled=False), ranks or ((1, 2) if rule.rowwise else (1,)), rule.weight_states)
 
 
 def _check_signature(rule: Rule) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, as_dtensor, has_dtensor, is_dtensor, is_wrapper, local_shard
-from compiled_optim.program_checks import count_sums, is_elementwise
+from compiled_optim.program_checks import is_elementwise, sum_stages
 from compiled_optim.update_program import UpdateProgram
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
             f"placements are {placements}; replicate the parameter, or use another optimizer"
         )
     if program.reduces:
-        count_sums(program, rank)  # raises if it cannot be run in two phases
+        sum_stages(program, rank)  # raises if it cannot be run
     elif not is_elementwise(program, rank):  # with the identity in place of a map of matrices
         raise ValueError(
             f"{optimizer} cannot step {name}, which is sharded over processes: its update() combines elements of a "

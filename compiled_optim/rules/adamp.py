@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Unpack
 
 import torch
@@ -15,7 +14,7 @@ from compiled_optim.engine.hyperparameters import check_not_negative
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import EngineOptions
-from compiled_optim.rules.projection import projection
+from compiled_optim.rules.projection import projection, without
 from compiled_optim.tensors import AllReduce, Number, Tensors
 
 
@@ -101,10 +100,6 @@ class AdamP(Optimizer):
             return
         limits = {"delta": delta, "eps": eps, "decay": decay, "wd_ratio": wd_ratio}
         along, shrink = projection(p, g, u, all_reduce, **limits)
-        for weight, stepped in zip(p, p.map(partial(step_along, step_size), u, shrink, along), strict=True):
-            weight.copy_(stepped)
-
-
-def step_along(step_size: Number, weight: Tensor, u: Tensor, shrink: Tensor, along: Tensor) -> Tensor:
-    """Return the weights after a step without its part along the weights."""
-    return weight * shrink - step_size * (u - weight * along)
+        u = u.map(without, p, along)
+        p *= shrink
+        p -= step_size * u

@@ -89,3 +89,8 @@ def shrink_by(decay: Number, wd_ratio: Number, dtype: torch.dtype, fires: Tensor
     """Return the factor of weight decay, which is smaller where the projection fires."""
     ratio = torch.where(fires, wd_ratio, torch.ones_like(missed).to(dtype))  # type: ignore[arg-type]
     return 1 - decay * ratio
+
+
+def without(u: Tensor, weight: Tensor, along: Tensor) -> Tensor:
+    """Return a step without its part along the weights."""
+    return u - weight * along

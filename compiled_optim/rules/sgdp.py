@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Unpack
 
 import torch
@@ -14,7 +13,7 @@ from compiled_optim.engine.hyperparameters import check_not_negative, check_usua
 from compiled_optim.engine.rule import Group
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import EngineOptions
-from compiled_optim.rules.projection import projection
+from compiled_optim.rules.projection import projection, without
 from compiled_optim.tensors import AllReduce, Number, Tensors
 
 
@@ -112,15 +111,5 @@ class SGDP(Optimizer):
         u = u.map(without, p, along)
         if not nesterov:
             momentum.copy_(u)
-        for weight, stepped in zip(p, p.map(partial(step_by, lr), u, shrink), strict=True):
-            weight.copy_(stepped)
-
-
-def without(u: Tensor, weight: Tensor, along: Tensor) -> Tensor:
-    """Return a step without its part along the weights."""
-    return u - weight * along
-
-
-def step_by(lr: Number, weight: Tensor, u: Tensor, shrink: Tensor) -> Tensor:
-    """Return the weights after decay and a step."""
-    return weight * shrink - lr * u
+        p *= shrink
+        p -= lr * u

@@ -9,9 +9,10 @@ import compiled_optim as co
 from compiled_optim.backends import ArgumentSpec, Signature, disk_cache, table_backend, table_compiler, table_vectors
 from compiled_optim.backends.recording import Pointer
 from compiled_optim.backends.table import Task, cut, in_blocks, queues
-from compiled_optim.backends.table_passes import MEASURE_PASS, UPDATE_PASS
+from compiled_optim.backends.table_passes import UPDATE_PASS, measure_pass
 from compiled_optim.quantization import BLOCK
 
+MEASURE_PASS = measure_pass(0)
 BOTH = MEASURE_PASS | UPDATE_PASS
 
 

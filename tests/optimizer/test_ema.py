@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import compiled_optim as co
-from tests.helpers import assert_same_state
+from catalog import CATALOG
+from tests.helpers import assert_same_state, gradients
 
 DECAY = 0.9
 
@@ -207,27 +208,22 @@ def test_the_warm_up_of_rules_that_count_no_steps(name, compiled):
     assert "step" not in reference.state[twin[0].weight]
 
 
-@pytest.mark.parametrize("name", ["Lamb", "AdamP"])
-def test_rules_with_sums_refuse_to_clip_each_parameter(name):
-    with pytest.raises(ValueError, match="does not support max_grad_norm_per_parameter"):
-        getattr(co, name)(model(), max_grad_norm_per_parameter=1.0)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_clipping_each_parameter_by_its_own_norm(name, compiled):
-    net, twin = model(), model()
-    optimizer = getattr(co, name)(net, lr=0.05, compile=compiled, max_grad_norm_per_parameter=0.01)
-    reference = getattr(torch.optim, name)(twin.parameters(), lr=0.05)
-    for step in range(5):
-        for each, own in ((net, optimizer), (twin, reference)):
-            torch.manual_seed(step)
-            own.zero_grad()
-            each(torch.randn(4, 6)).square().mean().backward()
-            if own is reference:
-                for param in each.parameters():
-                    nn.utils.clip_grad_norm_([param], 0.01)
-            own.step()
-    assert_near(net.parameters(), twin.parameters())
+@pytest.mark.parametrize(
+    ("name", "options"), [("AdamW", {}), ("SGD", {}), ("Adafactor", {}), ("Lamb", {}), ("AdamP", {"delta": 2.0})]
+)
+def test_clipping_each_parameter_by_its_own_norm(name, options, compiled):
+    """Rules with sums over tensors sum the clipped gradients."""
+    params = [torch.nn.Parameter(param.detach().double()) for param in model().parameters()]
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = getattr(co, name)(params, lr=0.05, **options, compile=compiled, max_grad_norm_per_parameter=0.5)
+    reference = CATALOG[name].reference(twins, lr=0.05, **options)
+    for grads in gradients(params, 5):
+        for param, twin, grad in zip(params, twins, grads, strict=True):
+            param.grad, twin.grad = grad, grad.clone()
+            nn.utils.clip_grad_norm_([twin], 0.5)
+        optimizer.step()
+        reference.step()
+    assert_near(params, twins, rtol=1e-10)
 
 
 def test_a_step_inside_a_nested_context_is_refused():

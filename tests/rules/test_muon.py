@@ -392,9 +392,22 @@ def test_average_of_the_weights():
     assert_close([optimizer.state[param]["ema"]], [average], 1e-6)
 
 
-def test_refuses_a_norm_for_each_parameter():
-    with pytest.raises(ValueError, match=r"Muon does not support max_grad_norm_per_parameter.*clip_grad_norm_"):
-        co.Muon(parameters([(3, 2)]), max_grad_norm_per_parameter=1.0)
+def test_clips_each_gradient_by_its_own_norm():
+    params, twins = parameters([(3, 2), (5, 4)]), parameters([(3, 2), (5, 4)])
+    optimizer = co.Muon(params, lr=0.1, max_grad_norm_per_parameter=0.5, compile=False)
+    reference = torch.optim.Muon(twins, lr=0.1)
+    for grads in gradients(params, 4):
+        for param, twin, grad in zip(params, twins, grads, strict=True):
+            param.grad, twin.grad = grad, grad.clone()
+            torch.nn.utils.clip_grad_norm_([twin], 0.5)
+        optimizer.step()
+        reference.step()
+    # the momentum shows it; the map returns matrices of the same size for any size of the gradient
+    momenta = [
+        [each.state[p]["momentum_buffer"] for p in own] for each, own in ((optimizer, params), (reference, twins))
+    ]
+    assert_close(*momenta, 1e-6)
+    assert_close(params, twins, 1e-3)
 
 
 def test_low_precision_parameters(compiled):
