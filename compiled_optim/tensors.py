@@ -300,6 +300,19 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 AllReduce: TypeAlias = Callable[..., tuple[Tensors, ...]]
 """Takes sums over local shards, as several lists of 0-dim tensors, and returns the sums over all shards."""
 
+MeanOver: TypeAlias = Callable[[Tensors, int], Tensors]
+"""Takes matrices and a dimension, -1 or -2; returns the means over it and all shards. It stays with the size 1."""
+
+FEW = 16
+"""Means of at most this many numbers are computed in their own dtype."""
+
+
+def mean(dim: int, tensor: Tensor) -> Tensor:
+    """Return the means over a dimension, which stays with the size 1."""
+    size = tensor.shape[dim]
+    dtype = tensor.dtype if isinstance(size, int) and size <= FEW else sum_dtype(tensor)
+    return materialize((tensor.sum(dim, keepdim=True, dtype=dtype) / size).to(tensor.dtype))
+
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype to sum a tensor in."""

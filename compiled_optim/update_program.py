@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,10 @@ from compiled_optim.locations import is_ours
 from compiled_optim.noise import Noise
 from compiled_optim.program import Arguments, Result, ScalarValues, TensorLists
 from compiled_optim.storage import Direct, Storage
-from compiled_optim.tensors import AllReduce, BlockTensors, Number, Scalar, Tensors, materialize
+from compiled_optim.tensors import AllReduce, BlockTensors, Number, Scalar, Tensors, materialize, mean, sum_dtype
 
-ALL_REDUCE = "all_reduce"
-"""The keyword argument of a rule that sums over tensors."""
-
-MAP_MATRICES = "map_matrices"
-"""The keyword argument of a rule that maps whole matrices; see :class:`UpdateProgram`."""
+FUNCTIONS = ALL_REDUCE, MEAN_OVER, MAP_MATRICES = "all_reduce", "mean_over", "map_matrices"
+"""The functions that a rule may take as keyword arguments; see :class:`UpdateProgram`."""
 
 MAX_NORM, EMA_DECAY, SEED, SHRINK = "max_grad_norm_per_parameter", "ema_decay", "seed", "decoupled_shrink"
 """Scalars that the program uses itself. The rule does not get them."""
@@ -47,6 +44,7 @@ class Phase(Enum):
 
     WHOLE = "whole"
     MEASURE = "measure"
+    AVERAGE = "average"
     FINISH = "finish"
     STAGED = "staged"
 
@@ -57,6 +55,13 @@ class Part(Enum):
     WHOLE = "whole"
     PREPARE = "prepare"
     APPLY = "apply"
+
+
+class SplitMean(NamedTuple):
+    """Means over a dimension that is split over shards: this dimension, and all that have the size 1 in the result."""
+
+    dim: int
+    ones: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class UpdateProgram:
     stage over the local shards; ``totals`` has the sums of the stages before, over all shards. FINISH runs it with the
     sums of all stages from ``totals``. STAGED is only traced: it returns the sums of each stage, and continues with
     those from ``totals``, so that a backend can split the graph into one pass over the tensors for each stage.
+
+    A rule with matrices computes means over their rows or columns by ``mean_over``. Over the dimensions in ``split``,
+    -1 or -2, matrices are split over shards, so each such call is a stage too. AVERAGE runs the program on copies as
+    far as this stage, and writes the sums over the local shards to a list. The engine makes them the means over all
+    shards, and later stages read them there. ``means`` describes these lists, which are the last ones.
 
     A rule that maps matrices passes tensors to its argument ``map_matrices``. It runs twice, with one more list at the
     end. The part PREPARE writes the tensors to that list, and changes nothing else. Then the engine maps the matrices
@@ -105,6 +115,8 @@ class UpdateProgram:
     cautious: bool = False
     weights: tuple[str, ...] = ()
     reduced: tuple[tuple[int, int], ...] = ()
+    split: tuple[int, ...] = ()
+    means: tuple[SplitMean, ...] = ()
     phase: Phase = Phase.WHOLE
     stage: int = 0
     part: Part = Part.WHOLE
@@ -127,7 +139,10 @@ class UpdateProgram:
         """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
         if number in self.row_lists:
             return tuple(shape[:1])
-        return reduced_shape(shape, dict(self.reduced).get(number))
+        place = number - (2 + len(self.kept) + (self.part is not Part.WHOLE))
+        if place >= 0 and self.means:
+            return reduced_shape(shape, *self.means[place].ones)
+        return reduced_shape(shape, *(dim for own, dim in self.reduced if own == number))
 
     @property
     def plain(self) -> UpdateProgram:
@@ -158,7 +173,7 @@ class UpdateProgram:
         kept = dict.fromkeys(storage.word for storage in self.storages if storage.word)
         words = {"cautious": self.cautious, "unscales": self.unscales, "scaled": self.scaled}
         words |= {self.part.value: self.part is not Part.WHOLE, self.phase.value: self.phase is not Phase.WHOLE}
-        words |= {f"stage {self.stage}": self.stage > 0}
+        words |= {f"stage {self.stage}": self.stage > 0, f"split over {self.split}": bool(self.split)}
         return (*kept, *(word for word, applies in words.items() if applies))
 
     @property
@@ -168,9 +183,10 @@ class UpdateProgram:
 
     def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | list[Tensor] | None:
         """Apply the rule once, in place. MEASURE changes nothing and returns the sums of its stage."""
-        if self.phase is Phase.MEASURE:
-            return torch.stack(self.run_stages(lists, arguments, self.stage).sums[-1])
-        stages = Stages(arguments.totals, len(lists[0]))
+        if self.phase in (Phase.MEASURE, Phase.AVERAGE):
+            stages = self.run_stages(lists, arguments, self.stage).sums
+            return torch.stack(stages[-1]) if self.phase is Phase.MEASURE else None
+        lists, stages = self._without_means(lists, arguments)
         if self.part is Part.PREPARE:
             self._run_on_copies(lists, arguments, stages)
         elif self.part is Part.APPLY:
@@ -181,9 +197,16 @@ class UpdateProgram:
 
     def run_stages(self, lists: TensorLists, arguments: Arguments, stop: int | None = None) -> Stages:
         """Run the rule as far as the stage ``stop``, and return the stages. This changes no parameter and no state."""
-        stages = Stages(arguments.totals, len(lists[0]), stop)
+        lists, stages = self._without_means(lists, arguments, stop)
         self._run_on_copies(lists, arguments, stages)
         return stages
+
+    def _without_means(
+        self, lists: TensorLists, arguments: Arguments, stop: int | None = None
+    ) -> tuple[TensorLists, Stages]:
+        """Return the lists without those of means, and the stages, which have them."""
+        count = len(lists) - len(self.means)
+        return lists[:count], Stages(arguments.totals, len(lists[0]), self.split, lists[count:], stop)
 
     def _run_on_copies(self, lists: TensorLists, arguments: Arguments, stages: Stages) -> None:
         """Run the rule on copies, as far as the stage where ``stages`` stops; PREPARE as far as the map of matrices."""
@@ -245,7 +268,7 @@ class UpdateProgram:
         average = None if decay is None else named.pop(EMA)
         if max_norm is not None:
             grads = _clipped(grads, max_norm, stages.all_reduce)
-        functions = {ALL_REDUCE: stages.all_reduce, MAP_MATRICES: map_matrices}
+        functions = {ALL_REDUCE: stages.all_reduce, MEAN_OVER: stages.mean_over, MAP_MATRICES: map_matrices}
         functions = {name: function for name, function in functions.items() if takes(self.update, name)}
         if shrink is not None:
             params *= shrink
@@ -296,16 +319,14 @@ def _clipped(grads: Tensors, max_norm: Number, all_reduce: AllReduce) -> Tensors
     return grads * squares.map(factor)
 
 
-def reduced_shape(shape: Sequence[Any], dim: int | None) -> tuple[Any, ...]:
-    """Return a shape with the size 1 in a dimension, -1 or -2; the shape itself for None."""
-    if dim is None:
-        return tuple(shape)
-    return tuple(1 if i == len(shape) + dim else size for i, size in enumerate(shape))
+def reduced_shape(shape: Sequence[Any], *dims: int) -> tuple[Any, ...]:
+    """Return a shape with the size 1 in some dimensions, given as negative numbers."""
+    return tuple(1 if i - len(shape) in dims else size for i, size in enumerate(shape))
 
 
 @lru_cache(maxsize=1024)
 def takes(update: Callable[..., None], function: str) -> bool:
-    """Return True if a rule has this function as an argument: ALL_REDUCE or MAP_MATRICES."""
+    """Return True if a rule has this function as an argument: ALL_REDUCE, MEAN_OVER or MAP_MATRICES."""
     return function in inspect.signature(update).parameters
 
 
@@ -320,23 +341,52 @@ class _Stopped(BaseException):
 
 
 class Stages:
-    """The function ``all_reduce`` of a program. It records the sums of each stage.
+    """The functions ``all_reduce`` and ``mean_over`` of a program. They record the stages.
 
-    Without ``totals`` the sums themselves are used, else those from ``totals``: stage by stage, in each stage first one
-    sum for all tensors, then the next. The program ends in the stage with the number ``stop``.
+    ``sums`` has the sums of each stage, none for a stage of means. Without ``totals`` the sums themselves are used,
+    else those from ``totals``: stage by stage, in each stage first one sum for all tensors, then the next. Means over
+    dimensions in ``split`` are read from the lists ``means``, in the order of the calls. The program ends in the stage
+    with the number ``stop``; means of this stage are written to their list, as sums.
     """
 
-    def __init__(self, totals: Tensor | Sequence[Tensor] | None, tensors: int, stop: int | None = None) -> None:
+    def __init__(
+        self,
+        totals: Tensor | Sequence[Tensor] | None,
+        tensors: int,
+        split: Sequence[int] = (),
+        means: TensorLists = (),
+        stop: int | None = None,
+    ) -> None:
         parts = [totals] if isinstance(totals, Tensor) else totals or ()
         self._totals = None if totals is None else iter([total for part in parts for total in part.unbind()])
-        self._tensors, self._stop = tensors, stop
+        self._tensors, self._split, self._means, self._stop = tensors, split, means, stop
         self.sums: list[list[Tensor]] = []
+        self.means: list[SplitMean] = []
 
     def all_reduce(self, *sums: Tensors) -> tuple[Tensors, ...]:
         """Return the sums over all shards."""
         self.sums.append([each for one in sums for each in one])
-        if len(self.sums) - 1 == self._stop:
+        if self._stops:
             raise _Stopped
         if self._totals is None:
             return sums
         return tuple(Tensors(islice(self._totals, self._tensors)) for _ in sums)
+
+    def mean_over(self, tensors: Tensors, dim: int) -> Tensors:
+        """Return the means over a dimension and all shards."""
+        if dim not in self._split:
+            return tensors.map(partial(mean, dim))
+        self.sums.append([])
+        local = tensors.map(partial(torch.sum, dim=dim, keepdim=True, dtype=sum_dtype(tensors[0])))
+        shape = local[0].shape
+        self.means.append(SplitMean(dim, tuple(i - len(shape) for i, size in enumerate(shape) if size == 1)))
+        own = self._means[len(self.means) - 1] if self._means else None
+        if self._stops:
+            assert own is not None
+            torch._foreach_copy_(own, local)
+            raise _Stopped
+        return local if own is None else Tensors(each.to(tensors[0].dtype) for each in own)
+
+    @property
+    def _stops(self) -> bool:
+        return len(self.sums) - 1 == self._stop

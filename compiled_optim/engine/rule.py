@@ -22,10 +22,9 @@ from compiled_optim.errors import RuleError
 from compiled_optim.locations import definition
 from compiled_optim.noise import step_seed
 from compiled_optim.update_program import (
-    ALL_REDUCE,
     EMA,
     EMA_DECAY,
-    MAP_MATRICES,
+    FUNCTIONS,
     MAX_NORM,
     SEED,
     SHRINK,
@@ -102,7 +101,7 @@ def declaration(update: Callable[..., None]) -> Declaration:
     return Declaration(
         tuple(state.name for state in states),
         frozenset(state.name for state in states if state.default is None),
-        tuple(p.name for p in rest if p.kind is p.KEYWORD_ONLY and p.name not in (ALL_REDUCE, MAP_MATRICES)),
+        tuple(p.name for p in rest if p.kind is p.KEYWORD_ONLY and p.name not in FUNCTIONS),
     )
 
 
@@ -275,7 +274,8 @@ class Rule:
 
     def state_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a state of a parameter with this shape."""
-        return reduced_shape(shape, self.reduced_states.get(name))
+        dims = (self.reduced_states[name],) if name in self.reduced_states else ()
+        return reduced_shape(shape, *dims)
 
     def initial_numbers(self, group: Group) -> dict[str, float]:
         """Return the initial values of :attr:`numbers` for a group."""

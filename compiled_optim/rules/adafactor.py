@@ -15,7 +15,7 @@ from compiled_optim.engine.hyperparameters import check_lr
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import TorchOptions
-from compiled_optim.tensors import AllReduce, Number, Scalar, Tensors, materialize, sum_dtype
+from compiled_optim.tensors import AllReduce, MeanOver, Number, Scalar, Tensors, materialize
 
 
 class Adafactor(Optimizer):
@@ -34,7 +34,7 @@ class Adafactor(Optimizer):
     :math:`n \times m` elements has states of :math:`n + m`. :class:`~compiled_optim.AdamW` usually reaches a lower
     loss for the same number of steps. For convolutions it saves little, because the last two dimensions are small.
 
-    A parameter of two or more dimensions is stepped by a call of its own, and may not be sharded.
+    A parameter of two or more dimensions is stepped by a call of its own.
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
@@ -113,36 +113,25 @@ class Adafactor(Optimizer):
         p: Tensors, g: Tensors, row_var: Tensors | None = None, col_var: Tensors | None = None,
         variance: Tensors | None = None, *,
         weight: Number, rho: Number, shrink: Number, eps1: Number, eps2: Number, d: Number, dtype_eps: Number,
-        uses_dtype_eps: bool, all_reduce: AllReduce,
+        uses_dtype_eps: bool, mean_over: MeanOver, all_reduce: AllReduce,
     ) -> None:  # fmt: skip
         floor = partial(root, dtype_eps if uses_dtype_eps else eps1)
         squares = g * g
         if variance is None:
             assert row_var is not None
             assert col_var is not None
-            row_var.lerp_(squares.map(partial(mean, 2)), weight)
-            col_var.lerp_(squares.map(partial(mean, 1)), weight)
-            means = row_var.map(partial(mean, 1)).map(partial(at_least, dtype_eps if uses_dtype_eps else eps1))
+            row_var.lerp_(mean_over(squares, -1), weight)
+            col_var.lerp_(mean_over(squares, -2), weight)
+            means = mean_over(row_var, -2).map(partial(at_least, dtype_eps if uses_dtype_eps else eps1))
             u = g / row_var.map(outer, col_var, means).map(floor)
         else:
             variance.lerp_(squares, weight)
             u = g / variance.map(floor)
-        sums = p.sum_of_squares(), u.sum_of_squares(), g.map(torch.ones_like).sum_of_squares()
-        weights, updates, sizes = sums if variance is None else all_reduce(*sums)
+        ones = g.map(torch.ones_like)
+        weights, updates, sizes = all_reduce(p.sum_of_squares(), u.sum_of_squares(), ones.sum_of_squares())
         u *= weights.map(partial(step_size, rho, eps2, d, p[0].dtype), updates, sizes)
         p *= shrink
         p -= u
-
-
-FEW = 16
-"""Sums of at most this many numbers are computed in their own dtype."""
-
-
-def mean(dim: int, tensor: Tensor) -> Tensor:
-    """Return the means over a dimension, which stays with the size 1."""
-    size = tensor.shape[dim]
-    dtype = tensor.dtype if isinstance(size, int) and size <= FEW else sum_dtype(tensor)
-    return materialize((tensor.sum(dim, keepdim=True, dtype=dtype) / size).to(tensor.dtype))
 
 
 def at_least(limit: Number, tensor: Tensor) -> Tensor:
