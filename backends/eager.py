@@ -20,7 +20,7 @@ from compiled_optim.update_program import Part, Phase, UpdateProgram
 EAGER_VARIABLE = "COMPILED_OPTIM_EAGER"
 
 MAX_WHOLE = 1 << 23
-"""A tensor up to this size is not split if the rule sums over it: two phases cost more than large temporaries."""
+"""A tensor up to this size is not split if the rule sums over it: stages cost more than large temporaries."""
 
 
 def eager_requested() -> bool:
@@ -139,9 +139,8 @@ class EagerBackend(LaneBackend):
         return Availability(True)
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Put all tensors that are not empty into one call."""
-        indices = [i for i, shape in enumerate(shapes) if math.prod(shape)]
-        return [(Lane("list"), indices)] if indices else []
+        """Put all tensors into one call."""
+        return [(Lane("list"), list(range(len(shapes))))]
 
     def compile(self, signature: Signature) -> Unit:
         """Wrap the program."""

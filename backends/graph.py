@@ -19,7 +19,7 @@ SIZES = "sizes"
 """The source of inputs that are the sizes of the tensors, dimension by dimension."""
 
 CARRY = "carry"
-"""The source of inputs that carry a number for each row from the first pass over a tensor to the second."""
+"""The source of inputs that carry a number for each row from one pass over a tensor to later ones."""
 
 ArgumentValues = Mapping[str, Tensor | Sequence[Tensor]]
 """The arguments by name. Accelerator backends pass the scalars as a list of 0-dim tensors."""

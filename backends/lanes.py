@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -28,13 +29,16 @@ class LaneBackend(Backend):
 
     @abstractmethod
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
-        """Split a list of tensors, given by their shapes, into calls; return the lane and the indices of each call."""
+        """Split a list of tensors, given by their shapes, into calls; return the lane and the indices of each call.
+
+        The list is not empty, and has only tensors that need a call.
+        """
 
     def units(self, batch: Batch) -> list[UnitCall]:
         """Return a call for each lane."""
         rank = len(batch.shapes[0])
         calls = []
-        cuts = _cut_flat(batch.shapes) if batch.is_flat else self.cut(batch.shapes)
+        cuts = _cut_flat(batch.shapes) if batch.is_flat else self._cut_some(batch)
         for lane, indices in cuts:
             arguments = tuple(
                 # the totals of a batch have a column for each tensor; a unit takes those of its lane, sum by sum
@@ -44,6 +48,12 @@ class LaneBackend(Backend):
             signature = Signature(batch.program, batch.device, rank, batch.dtypes, arguments, lane)
             calls.append(UnitCall(signature, indices))
         return calls
+
+    def _cut_some(self, batch: Batch) -> list[tuple[Lane, list[int]]]:
+        """Split the tensors of a batch, without empty ones that need no call."""
+        kept = [i for i, shape in enumerate(batch.shapes) if batch.program.runs_on_empty or math.prod(shape)]
+        cuts = self.cut([batch.shapes[i] for i in kept]) if kept else []
+        return [(lane, [kept[i] for i in indices]) for lane, indices in cuts]
 
     def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
         """Bind the unit of each call to its part of the lists."""

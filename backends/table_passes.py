@@ -106,13 +106,13 @@ def count_carries(recordings: Iterable[Recording]) -> int:
 def passes_of(signature: Signature) -> dict[str, tuple[Signature, int | None]]:
     """Return for each pass the signature to trace, and its number if the graph has to be split."""
     program = signature.program
+    if signature.rank > 2:
+        raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
     if program.result is not Result.NOTHING:
         return {measure_name(0): (signature, None)}
     if not isinstance(program, UpdateProgram) or program.phase is Phase.FINISH:
         return {UPDATE: (signature, None)}
     stages = unit_stages(signature)
-    if signature.rank > 2:
-        raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
     if not stages:
         if not (program.is_separable or is_elementwise(program, signature.rank)):
             raise CannotRecord("its update() combines elements of a tensor, so a tensor cannot be cut into chunks")

@@ -36,8 +36,8 @@ class TensorByTensorUnit(Unit):
         self.kernels = graph.kernels
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments) -> Call:
-        """Return a call that runs the graph on each tensor that has a gradient and elements."""
-        list_shape = self._program.list_shape
+        """Return a call that runs the graph on each tensor that has a gradient, and elements unless it needs none."""
+        list_shape, runs_on_empty = self._program.list_shape, self._program.runs_on_empty
         views = [
             [_view(tensor, list_shape(i, shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
             for i, tensors in enumerate(lists, 1)
@@ -51,7 +51,7 @@ class TensorByTensorUnit(Unit):
             if results is not None:
                 results.zero_()
             for i, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
-                if grad is None or not grad.numel():
+                if grad is None or not (grad.numel() or runs_on_empty):
                     continue
                 own = _moved(arguments.of_row(0 if rows is None else rows.row_of[i]), self._device)
                 if totals is not None:  # of the stages before

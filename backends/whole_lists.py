@@ -63,7 +63,7 @@ class WholeListBackend(LaneBackend):
 
     def cut(self, shapes: Sequence[Shape]) -> list[tuple[Lane, list[int]]]:
         """Sort the tensors by shape and split them into parts of at most ``limit``."""
-        indices = sorted((i for i, shape in enumerate(shapes) if math.prod(shape)), key=lambda i: shapes[i])
+        indices = sorted(range(len(shapes)), key=lambda i: shapes[i])
         parts = [indices[start : start + self.limit] for start in range(0, len(indices), self.limit)]
         return [(Lane("list", len(part), tuple(tuple(shapes[i]) for i in part)), part) for part in parts]
 

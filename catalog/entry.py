@@ -61,7 +61,6 @@ class Entry:
         tolerance: The largest relative difference from the reference, in float64 and in float32.
         float16: Options that keep the states within the range of float16.
         sums: The scope of the sums in a step: "tensor" or "all gradients".
-        shards: Whether sharded parameters can be stepped.
         steps_empty: Whether the reference can step parameters without elements.
         without_norm: Options that turn off the norm over all gradients, so that parameters are independent.
         measured: The benchmark settings, or None if it is not measured.
@@ -78,7 +77,6 @@ class Entry:
     tolerance: tuple[float, float] = (1e-11, 5e-6)
     float16: Options = field(default_factory=dict)
     sums: Literal["tensor", "all gradients"] | None = None
-    shards: bool = True
     steps_empty: bool = True
     without_norm: Options = field(default_factory=dict)
     measured: Measured | None = None

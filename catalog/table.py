@@ -32,8 +32,9 @@ are in `compiled_optim.npu`.
 ## For any of them
 
 - `cautious=True` sets the elements of an update to zero whose change has the sign of the gradient, and scales up the
-  others ([arXiv:2411.16085](https://arxiv.org/abs/2411.16085)). Weight decay is not masked. Optimizers whose formula
-  sums over tensors (AdamP, Adafactor, Lamb, Lars, Prodigy, SGDP) refuse it, and so do those of Schedule-Free.
+  others ([arXiv:2411.16085](https://arxiv.org/abs/2411.16085)). Weight decay that is a factor of the parameters is not
+  masked; in Lamb, Lars and Schedule-Free it is a part of the update. Without momentum an update mostly has the sign of
+  its gradient, and nothing changes: so it is with Adafactor. Schedule-Free masks z like the parameters.
 - `decoupled_weight_decay=True`, an option of a group too, multiplies parameters by `1 - lr * weight_decay` instead of
   adding the decay to the gradient. Adam, NAdam and RAdam have it in torch.optim as well. Adafactor,
   Prodigy, Rprop and the Schedule-Free optimizers refuse it.

@@ -230,7 +230,6 @@ ADAFACTOR = Entry(
     ),
     tolerance=(1e-12, 2e-6),
     sums="tensor",
-    shards=False,
     steps_empty=False,
     # by default, eps[0] depends on the dtype; the states are vectors, except for vectors
     measured=Measured({"lr": 1e-2, "eps": (1e-7, 1e-3)}, states=0),

@@ -77,6 +77,11 @@ class Program(Protocol):
         return False
 
     @property
+    def runs_on_empty(self) -> bool:
+        """Whether the program has to run on tensors without elements too."""
+        return False
+
+    @property
     def row_lists(self) -> tuple[int, ...]:
         """The numbers of the lists that have a number for each row of a 2-D tensor, or for each block of a 1-D one."""
         return ()
@@ -105,6 +110,7 @@ class SquaredNormProgram:
     variant: tuple[str, ...] = ()
     result: Result = Result.SUM
     reduces: bool = True
+    runs_on_empty: bool = False
     row_lists: tuple[int, ...] = ()
     has_blocks: bool = False
 

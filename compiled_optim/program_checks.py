@@ -9,20 +9,31 @@ import torch
 from torch import Tensor
 
 from compiled_optim.program import Arguments
-from compiled_optim.update_program import Part, Phase, UpdateProgram
+from compiled_optim.update_program import Part, Phase, SplitMean, UpdateProgram
 
 
-@lru_cache(maxsize=256)
 def sum_stages(program: UpdateProgram, rank: int) -> tuple[int, ...]:
-    """Return the number of sums over each tensor with ``rank`` dimensions in each stage of a program; it is run once.
+    """Return the number of sums over each tensor with ``rank`` dimensions in each stage; 0 for a stage of means.
 
     For the part PREPARE these are the stages before the map of matrices.
     """
-    program = replace(program.plain, phase=Phase.WHOLE)
+    return _stages(program, rank)[0]
+
+
+def split_means(program: UpdateProgram, rank: int) -> tuple[SplitMean, ...]:
+    """Return the means of a program that are stages."""
+    return _stages(program, rank)[1]
+
+
+@lru_cache(maxsize=256)
+def _stages(program: UpdateProgram, rank: int) -> tuple[tuple[int, ...], tuple[SplitMean, ...]]:
+    """Return the number of sums in each stage, and the means that are stages. The program is run once."""
+    program = replace(program.plain, phase=Phase.WHOLE, means=())
     extra = int(program.part is not Part.WHOLE)
     shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states) + extra))
     lists = [[torch.ones(shape, device="cpu")] for shape in shapes]
-    return tuple(map(len, program.run_stages(lists, example_arguments(program)).sums))
+    stages = program.run_stages(lists, example_arguments(program))
+    return tuple(map(len, stages.sums)), tuple(stages.means)
 
 
 def example_arguments(program: UpdateProgram) -> Arguments:

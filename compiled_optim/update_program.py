@@ -168,6 +168,11 @@ class UpdateProgram:
         return is_ours(self.update) and not self.reduced
 
     @property
+    def runs_on_empty(self) -> bool:
+        """Whether it runs on tensors without elements too: the shard may be empty, but not the means over all."""
+        return bool(self.split)
+
+    @property
     def variant(self) -> tuple[str, ...]:
         """Words for logs: how tensors are kept, how gradients are scaled, and what part of the rule it runs."""
         kept = dict.fromkeys(storage.word for storage in self.storages if storage.word)
@@ -365,6 +370,8 @@ class Stages:
 
     def all_reduce(self, *sums: Tensors) -> tuple[Tensors, ...]:
         """Return the sums over all shards."""
+        if not sums:
+            return ()
         self.sums.append([each for one in sums for each in one])
         if self._stops:
             raise _Stopped
@@ -379,7 +386,8 @@ class Stages:
         self.sums.append([])
         local = tensors.map(partial(torch.sum, dim=dim, keepdim=True, dtype=sum_dtype(tensors[0])))
         shape = local[0].shape
-        self.means.append(SplitMean(dim, tuple(i - len(shape) for i, size in enumerate(shape) if size == 1)))
+        ones = tuple(i - len(shape) for i, size in enumerate(shape) if isinstance(size, int) and size == 1)
+        self.means.append(SplitMean(dim, ones))  # read only where the sizes are numbers
         own = self._means[len(self.means) - 1] if self._means else None
         if self._stops:
             assert own is not None

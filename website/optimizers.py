@@ -209,16 +209,16 @@ def collectives_table() -> str:
         ("nothing", "none"): [],
         ("sums over each tensor, all-reduced", "one for each bucket"): [],
         ("sums over all parameters, all-reduced", "one for each bucket"): [],
+        ("means over split dimensions and sums over each tensor, all-reduced", "at most three for each bucket"): [],
         ("whole matrices", "two all-to-alls for each bucket"): [],
-        ("sharded matrices are refused", ""): [],
     }
-    nothing, sums, all_sums, matrices, refused = exchanged.values()
+    nothing, sums, all_sums, means, matrices = exchanged.values()
     for entry in ENTRIES.values():
         ours = optimizer_class(entry)
         if entry.takes == "matrices":
             matrices.append(entry.name)
-        elif not entry.shards:
-            refused.append(entry.name)
+        elif ours.matrices:
+            means.append(entry.name)
         elif ours.sums_over_all:
             all_sums.append(entry.name)
         else:

@@ -15,6 +15,7 @@ from compiled_optim.engine import layout, states
 from compiled_optim.engine.buckets import Bucket, Entry
 from compiled_optim.engine.numbers import Numbers, StepCounters, place_number
 from compiled_optim.engine.rows import Progress, RowReader, Rows
+from compiled_optim.engine.split_means import SplitMeans
 from compiled_optim.tensors import picker
 
 
@@ -58,6 +59,8 @@ class BoundBucket(ABC):
             **self._row_arguments(),
             found_inf=self.scalar_rows.found_inf,
         )
+        self._means = [SplitMeans(bucket, number) for number in range(len(program.means))]
+        lists = [*lists, *(means.tensors for means in self._means)]
         self._measures = [batch.bind(lists, arguments) for batch in bucket.measures]
         self._prepare = None if bucket.prepare is None else bucket.prepare.bind(lists, arguments)
         self._update = bucket.update.bind(lists, arguments)
@@ -93,8 +96,15 @@ class BoundBucket(ABC):
         """
 
     def measure(self, stage: int, grads: Sequence[Tensor | None]) -> Tensor:
-        """Compute the sums of a stage over each tensor and all its shards; return them, a row for each sum."""
-        totals, measured = self._totals_of(stage), self._measures[stage](grads)
+        """Compute the sums of a stage over each tensor and all its shards; return them, a row for each sum.
+
+        A stage of means returns none.
+        """
+        totals = self._totals_of(stage)
+        if not len(totals):
+            self._means[self.bucket.stages[:stage].count(0)].compute(self._measures[stage], grads)
+            return totals
+        measured = self._measures[stage](grads)
         if measured is None:  # there are no elements
             totals.zero_()
         else:
@@ -168,7 +178,7 @@ class TensorBucket(BoundBucket):
             raise
 
     def measure(self, stage: int, grads: Sequence[Tensor | None]) -> Tensor:
-        """Compute the sums of a stage over each tensor and all its shards; return them, a row for each sum."""
+        """Compute the sums of a stage, or its means, as in the base class."""
         if stage == 0:
             self._load_copies()
         return super().measure(stage, grads)

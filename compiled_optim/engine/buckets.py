@@ -15,7 +15,7 @@ from compiled_optim.engine import layout
 from compiled_optim.engine.flat_layout import FlatLayout
 from compiled_optim.engine.matrix_map import MatrixCut, MatrixMap
 from compiled_optim.engine.rule import Constants, Group, Rule
-from compiled_optim.engine.sharding import ShardSpec
+from compiled_optim.engine.sharding import ShardSpec, Splits
 from compiled_optim.flat_programs import takes_matrix
 from compiled_optim.program import SquaredNormProgram
 from compiled_optim.program_checks import sum_stages
@@ -54,6 +54,8 @@ class Bucket:
     parameters of a bucket have the same ones. A bucket has several batches: the norms of its gradients if they are
     clipped, the stages of sums over sharded tensors or over all parameters, the matrices to map, and the update.
 
+    The last two dimensions of its matrices are split over processes as ``splits`` says, if the rule uses that.
+
     The tensors of a bucket that ``is_flat`` lie in flat buffers. Its batches have the parts of these buffers. Those of
     one that ``is_outside`` do not, although its backend gets flat buffers.
     """
@@ -70,6 +72,7 @@ class Bucket:
     is_outside: bool = False
     sums_over_all: bool = False
     matrix_map: MatrixMap | None = None
+    splits: Splits = ()
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -111,9 +114,17 @@ class Bucket:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """The number of sums over each tensor in each stage, if they are added up over shards or parameters."""
+        """The number of sums over each tensor in each stage, if they are added up over shards or parameters.
+
+        It is 0 for a stage of means over dimensions that are split over shards.
+        """
         adds_up = self.shards is not None or self.sums_over_all
         return sum_stages(self.program, 1 + self.rows) if adds_up and self.program.reduces else ()
+
+    @property
+    def first_mean(self) -> int:
+        """The number of the list with the means of the first stage that computes means."""
+        return 2 + len(self.program.kept) + (self.matrix_map is not None)
 
     @property
     def stages_over_all(self) -> range:
@@ -144,9 +155,11 @@ class Bucket:
 
     @cached_property
     def measures(self) -> list[Batch]:
-        """The batches that compute the sums of each stage."""
-        stages = range(len(self.stages))
-        return [self._update_batch(Phase.MEASURE, stage, is_late=stage >= self.stages_before_map) for stage in stages]
+        """The batches that compute the sums of each stage, or that write those of means."""
+        return [
+            self._update_batch(Phase.MEASURE if sums else Phase.AVERAGE, stage, stage >= self.stages_before_map)
+            for stage, sums in enumerate(self.stages)
+        ]
 
     @cached_property
     def prepare(self) -> Batch | None:
@@ -180,16 +193,21 @@ class Bucket:
         part = Part.WHOLE
         if self.matrix_map is not None:
             part = Part.APPLY if is_late else Part.PREPARE
-        program = replace(self.program, phase=phase, part=part, stage=known if phase is Phase.MEASURE else 0)
+        program = replace(self.program, phase=phase, part=part)
+        if phase in (Phase.MEASURE, Phase.AVERAGE):
+            program = replace(program, stage=known)
         program = replace(program, segments=self.flat_layout.segments if self.is_flat else 0)
         factors = {"inv_scale": program.unscales, "grad_scale": program.scaled}
         scales = [ArgumentSpec(name, program.dtype, ()) for name, is_used in factors.items() if is_used]
         if self.takes_found_inf:
             scales.append(ArgumentSpec("found_inf", torch.float32, ()))
-        totals = [ArgumentSpec("totals", self.sum_dtype, (sum(self.stages), len(self.entries)))] if known else []
+        totals = []
+        if any(self.stages[:known]):
+            totals = [ArgumentSpec("totals", self.sum_dtype, (sum(self.stages), len(self.entries)))]
         scalars = ArgumentSpec("scalars", program.dtype, (2 * len(program.scalars),))
         arguments = (scalars, *scales, *totals, *self._row_arguments())
         dtypes = self.dtypes if self.matrix_map is None else (*self.dtypes, self.matrix_map.dtype)
+        dtypes = (*dtypes, *(self.sum_dtype for _ in program.means))
         return Batch(self.backend, program, str(self.device), dtypes, self.shapes, arguments, self.is_flat)
 
     def _row_arguments(self) -> list[ArgumentSpec]:

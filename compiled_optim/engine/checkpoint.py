@@ -171,7 +171,7 @@ def _check_states(rule: Rule, name: str, param: Tensor, values: Any, states: Seq
         if not isinstance(value, Tensor):
             raise ValueError(f"state {state!r} of {name} is {type(value).__name__}, not a tensor; {REMEDY}")
         if not is_lazy(param):
-            check_state_fits(lambda: name, param, state, value, REMEDY, rule.state_shape(state, param.shape))
+            check_state_fits(lambda: name, param, state, value, REMEDY, rule.reduced_dims(state))
             if value.dtype == torch.uint8:
                 check_codes_fit(lambda: name, values, state, REMEDY)
     if not is_lazy(param):

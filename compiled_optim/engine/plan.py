@@ -157,7 +157,7 @@ class Plan:
                 found.append(add_up(sums))
                 for bucket in self.buckets:
                     bucket.set_totals(stage, found[-1])
-        self._totals = torch.cat(found)
+        self._totals = torch.cat(found) if len(found) > 1 else found[0]
         return over_all.stop
 
     def sums(self) -> list[float]:

@@ -29,7 +29,6 @@ from compiled_optim.update_program import (
     SEED,
     SHRINK,
     UpdateProgram,
-    reduced_shape,
 )
 
 Group = dict[str, Any]
@@ -127,8 +126,9 @@ class Rule:
     matrices: ClassVar[bool] = False
     """Whether ``update`` sees parameters of two and more dimensions as stacks of matrices.
 
-    They are 3-D tensors then: the last two dimensions of the parameter, and all others as one. Such a rule is called
-    for one tensor at a time, and sharded parameters are refused.
+    They are 3-D tensors then: the last two dimensions of the parameter, and all others as one. A rule with the argument
+    ``mean_over`` can step sharded matrices: it is a function that returns the means of tensors over a dimension, -1 or
+    -2, and over all shards.
     """
 
     reduced_states: ClassVar[Mapping[str, int]] = {}
@@ -272,10 +272,9 @@ class Rule:
         others = self.vector_states if rank == 3 else self.reduced_states.keys()
         return tuple(name for name in names if name not in others)
 
-    def state_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a state of a parameter with this shape."""
-        dims = (self.reduced_states[name],) if name in self.reduced_states else ()
-        return reduced_shape(shape, *dims)
+    def reduced_dims(self, name: str) -> tuple[int, ...]:
+        """Return the dimensions in which a state has the size 1."""
+        return (self.reduced_states[name],) if name in self.reduced_states else ()
 
     def initial_numbers(self, group: Group) -> dict[str, float]:
         """Return the initial values of :attr:`numbers` for a group."""

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, as_dtensor, has_dtensor, is_dtensor, is_wrapper, local_shard
 from compiled_optim.program_checks import is_elementwise, sum_stages
-from compiled_optim.update_program import UpdateProgram
+from compiled_optim.update_program import MEAN_OVER, UpdateProgram, reduced_shape, takes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+Splits = tuple[tuple[int, tuple[int, ...]], ...]
+"""Dimensions of a tensor, and for each the dimensions of the mesh over which it is split."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,20 @@ def redistributed(params: Sequence[Tensor]) -> list[Tensor]:
     return [local_shard(grad) for param, grad in pairs if _placements(grad) != _placements(param)]
 
 
-def placement(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the mesh and placements of a DTensor; an empty tuple for a plain tensor."""
-    return (as_dtensor(tensor).device_mesh, *_placements(tensor)) if is_dtensor(tensor) else ()
+def placement(tensor: Tensor, ones: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Return the mesh and placements of a DTensor; an empty tuple for a plain tensor.
+
+    In the dimensions in ``ones``, negative numbers, it is taken to be replicated.
+    """
+    return (as_dtensor(tensor).device_mesh, *_placements(tensor, ones)) if is_dtensor(tensor) else ()
+
+
+def matrix_splits(param: Tensor) -> Splits:
+    """Return the last two dimensions that are split over processes, each with the dimensions of the mesh."""
+    cuts = enumerate(_placements(param))
+    split = [(cut.dim % param.ndim - param.ndim, i) for i, cut in cuts if not cut.is_replicate()]
+    found = ((dim, tuple(i for other, i in split if other == dim)) for dim in (-2, -1))
+    return tuple((dim, dims) for dim, dims in found if dims)
 
 
 def shard_sizes(param: Tensor) -> set[int]:
@@ -109,14 +124,19 @@ def _parts(size: int, ranks: int) -> set[int]:
     return {largest, *([rest] if rest else []), *([0] if has_empty else [])}
 
 
-def shard_like(param: Tensor, shard: Tensor) -> Tensor:
-    """Return a DTensor with the placements of ``param`` and the local tensor ``shard``; for a plain one, ``shard``."""
+def shard_like(param: Tensor, shard: Tensor, ones: Sequence[int] = ()) -> Tensor:
+    """Return a DTensor with the placements of ``param`` and the local tensor ``shard``; for a plain one, ``shard``.
+
+    In the dimensions in ``ones``, negative numbers, it has the size 1 and is replicated.
+    """
     if not is_dtensor(param):
         return shard
-    where = {"device_mesh": as_dtensor(param).device_mesh, "placements": _placements(param)}
-    made: Tensor = type(as_dtensor(param)).from_local(
-        shard, **where, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    where = {"device_mesh": as_dtensor(param).device_mesh, "placements": _placements(param, ones)}
+    shape, stride = param.shape, param.stride()
+    if ones:
+        shape = torch.Size(reduced_shape(shape, *ones))
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    made: Tensor = type(as_dtensor(param)).from_local(shard, **where, run_check=False, shape=shape, stride=stride)
     return made
 
 
@@ -165,10 +185,10 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
         )
     if ShardSpec.from_tensor(param) is None:
         return
-    if rank > 2:
+    if rank > 2 and not takes(program.update, MEAN_OVER):
         raise ValueError(
-            f"{optimizer} cannot step {name}, which is sharded over processes: it needs whole matrices, but the "
-            f"placements are {placements}; replicate the parameter, or use another optimizer"
+            f"{optimizer} cannot step {name}, which is sharded over processes: its update() sees whole matrices, but "
+            f"the placements are {placements}; compute means by an argument mean_over of update()"
         )
     if program.reduces:
         sum_stages(program, rank)  # raises if it cannot be run
@@ -179,6 +199,11 @@ def check_supported(optimizer: str, name: str, param: Tensor, program: UpdatePro
         )
 
 
-def _placements(tensor: Tensor) -> tuple[Any, ...]:
+def _placements(tensor: Tensor, ones: Sequence[int] = ()) -> tuple[Any, ...]:
     placements: tuple[Any, ...] = as_dtensor(tensor).placements
-    return placements
+    if not ones:
+        return placements
+    return tuple(
+        cut if cut.is_replicate() or cut.dim % tensor.ndim - tensor.ndim not in ones else _replicate()
+        for cut in placements
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,10 +16,12 @@ from compiled_optim.engine.matrix_map import MatrixCut
 from compiled_optim.engine.numbers import kept_numbers
 from compiled_optim.engine.overlaps import overlap_waves
 from compiled_optim.engine.rule import Group, Rule
-from compiled_optim.engine.sharding import ShardSpec, check_supported, shard_sizes
+from compiled_optim.engine.sharding import ShardSpec, Splits, check_supported, matrix_splits, shard_sizes
 from compiled_optim.engine.storage_options import EIGHT_BIT, KEYS, USUAL, companion_dtypes, formats_for, with_storages
 from compiled_optim.engine.tensor_types import PLAIN_TYPES, has_dtensor, is_wrapper, local_shard
 from compiled_optim.flat_programs import works_flat
+from compiled_optim.program_checks import split_means
+from compiled_optim.update_program import MEAN_OVER, takes
 
 MATRIX_ELEMENTS = 1 << 26
 """The largest number of elements in a bucket of a rule that maps matrices: it keeps a copy of them."""
@@ -135,7 +138,23 @@ def make_buckets(
         )
         width = layout.view_shape(entry.local, True)[1] if is_flat and entry.rows else None
         key: tuple[object, ...]
-        key = (kinds[kind], device, own, wave, entry.rows, shards, row, is_flat, width, formats[i], maps[number])
+        splits: Splits = ()
+        if shards is not None and entry.rows > 1 and takes(programs[kind].update, MEAN_OVER):
+            splits = matrix_splits(entry.param)
+        key = (
+            kinds[kind],
+            device,
+            own,
+            wave,
+            entry.rows,
+            shards,
+            row,
+            is_flat,
+            width,
+            formats[i],
+            maps[number],
+            splits,
+        )
         if entry.cut is not None:  # the size of the whole parameter: all ranks have to make the same buckets
             before = mapped.get(key, 0)
             mapped[key] = before + entry.param.numel()
@@ -144,7 +163,11 @@ def make_buckets(
             last = key
             if key not in buckets:
                 program = with_storages(programs[kind], own[1:], formats[i], rule.nonnegative, entry.rows > 0)
+                if splits:
+                    program = replace(program, split=tuple(dim for dim, _ in splits))
+                    program = replace(program, means=split_means(program, 1 + entry.rows))
                 bucket = Bucket(rule, groups, backends[device], program, own, entry.rows, wave, shards, is_flat)
+                bucket.splits = splits
                 bucket.is_outside = flat[device] and not is_flat
                 bucket.sums_over_all = rule.sums_over_all
                 bucket.matrix_map = maps[number]

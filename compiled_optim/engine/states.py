@@ -28,7 +28,7 @@ from compiled_optim.engine.tensor_types import local_shard
 from compiled_optim.modes import outside_of_modes
 from compiled_optim.quantization import BLOCK
 from compiled_optim.storage import Quantized, compute_dtype
-from compiled_optim.update_program import EMA, UpdateProgram
+from compiled_optim.update_program import EMA, UpdateProgram, reduced_shape
 
 State = dict[Tensor, Any]
 """``optimizer.state``: for each parameter a dict of its states by name."""
@@ -53,7 +53,7 @@ def kept_dtypes(
         if tensor is None:
             dtypes.append(new_state_dtype(name, param.dtype, formats))
             continue
-        check_state_fits(parameter_name, param, name, tensor, REMEDY, rule.state_shape(name, param.shape))
+        check_state_fits(parameter_name, param, name, tensor, REMEDY, rule.reduced_dims(name))
         if is_quantized(values, name):
             check_codes_fit(parameter_name, values, name, REMEDY)
             kept = formats.of(name)
@@ -83,18 +83,22 @@ def new_state_dtype(name: str, dtype: torch.dtype, formats: Formats = USUAL) -> 
 
 
 def check_state_fits(
-    parameter_name: Callable[[], str], param: Tensor, name: str, tensor: Tensor, remedy: str, shape: Sequence[int]
+    parameter_name: Callable[[], str], param: Tensor, name: str, tensor: Tensor, remedy: str, ones: Sequence[int] = ()
 ) -> None:
-    """Raise if a state does not have this shape, or differs from its parameter in placement or in being complex."""
-    expected, found = placement(param), placement(tensor)
+    """Raise if a state differs from its parameter in shape, in placement or in being complex.
+
+    ``ones`` are the dimensions in which it has the size 1, and is replicated.
+    """
+    shape, expected, found = reduced_shape(param.shape, *ones), placement(param, ones), placement(tensor)
     if expected != found:
+        owner = "it needs" if ones else "the parameter has"
         raise ValueError(
-            f"state {name!r} of {parameter_name()} has placement {found or 'none'}, but the parameter has "
+            f"state {name!r} of {parameter_name()} has placement {found or 'none'}, but {owner} "
             f"{expected or 'none'}; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
-    expects = "" if tuple(shape) == tuple(param.shape) else f", and the state of it has {tuple(shape)}"
-    if tuple(tensor.shape) != tuple(shape) or tensor.is_complex() != param.is_complex():
+    expects = f", and the state of it has {shape}" if ones else ""
+    if tuple(tensor.shape) != shape or tensor.is_complex() != param.is_complex():
         raise ValueError(
             f"state {name!r} of {parameter_name()} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but the "
             f"parameter has {tuple(param.shape)} and {param.dtype}{expects}; {remedy}"
@@ -125,7 +129,7 @@ def check_companions_fit(
         if not isinstance(value, Tensor) or not value.is_floating_point():
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name!r} of {parameter_name()} is {kind}, not a tensor of floats; {remedy}")
-        check_state_fits(parameter_name, param, name, value, remedy, param.shape)
+        check_state_fits(parameter_name, param, name, value, remedy)
 
 
 def steps_taken(
@@ -166,7 +170,7 @@ def materialize_states(
         nonnegative: the names of states without a sign.
     """
     is_sharded = local is not param
-    reduced = {program.kept[number - 2] for number, _ in program.reduced}
+    reduced = {program.kept[number - 2]: dim for number, dim in program.reduced}
     storages = dict(zip(program.states, program.storages[1:], strict=True))
     found: dict[str, Tensor] = {}
     for name, dtype in zip(program.kept, dtypes, strict=True):
@@ -194,8 +198,8 @@ def materialize_states(
                 made = layout.copy_like(local, source, rows, dtype)
         found[name] = made
         if made is not held:
-            has_shape = made.shape == local.shape and not name.endswith(SCALE)
-            values[name] = shard_like(param, made) if is_sharded and has_shape else made
+            ones = (reduced[name],) if name in reduced else ()
+            values[name] = shard_like(param, made, ones) if is_sharded and not name.endswith(SCALE) else made
     drop_other_companions(values, found)
     return [found[name] for name in program.kept]
 

@@ -93,7 +93,7 @@ class Muon(Optimizer):
         adamw_eps: added to the denominator there.
         adamw_weight_decay: the decay there.
         maximize: ascend instead of descend.
-        **options: see :class:`~compiled_optim.Optimizer`. ``max_grad_norm_per_parameter`` is not supported.
+        **options: see :class:`~compiled_optim.Optimizer`.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 10))
     >>> opt = Muon(model, lr=0.02, adamw_lr=3e-4, compile=False)

@@ -1,4 +1,4 @@
-"""Tables: how tensors are cut into tasks, how threads share them, and what the two passes of a rule read and write."""
+"""Tables: how tensors are cut into tasks, how threads share them, and what the passes of a rule read and write."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from compiled_optim.backends.recording import Pointer
 from compiled_optim.backends.table import Task, cut, in_blocks, queues
 from compiled_optim.backends.table_passes import UPDATE_PASS, measure_pass
 from compiled_optim.quantization import BLOCK
+from tests.helpers import assert_close, gradients, parameters
 
 MEASURE_PASS = measure_pass(0)
 BOTH = MEASURE_PASS | UPDATE_PASS
@@ -72,18 +73,18 @@ def test_threads_share_the_work(threads):
     assert max(work) - min(work) <= 40
 
 
-def pointers(rule, rank, monkeypatch):
+def pointers(rule, rank, monkeypatch, **options):
     """Compile a rule; return the sources of the pointers that each pass reads, and of those that it writes."""
     monkeypatch.setattr(disk_cache, "load", lambda *args: None)
     written = {}
     original = table_compiler.write_source
 
-    def keep(passes, *rest):
-        written.update(passes)
-        return original(passes, *rest)
+    def keep(made, *rest):
+        written.update(made.recordings)
+        return original(made, *rest)
 
     monkeypatch.setattr(table_compiler, "write_source", keep)
-    optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1)
+    optimizer = rule([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1, **options)
     program = optimizer.program(optimizer.param_groups[0])
     specs = (ArgumentSpec("scalars", torch.float32, (2 * len(program.scalars),)),)
     table_compiler.compile_table(Signature(program, "cpu", rank, (torch.float32,) * 4, specs, table_backend.TABLE))
@@ -102,10 +103,61 @@ GRAD, PARAM, EXP_AVG, EXP_AVG_SQ = range(4)
 def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, carried, monkeypatch):
     """The first pass stores both moments, and AdamP's numbers for each row. The second does not read the gradient."""
     passes = pointers(rule, rank, monkeypatch)
-    assert passes["measure"][1] == {EXP_AVG, EXP_AVG_SQ} | carried
+    assert passes["measure0"][1] == {EXP_AVG, EXP_AVG_SQ} | carried
     read, written = passes["update"]
     assert written == {PARAM}
     assert read == {PARAM, EXP_AVG, EXP_AVG_SQ, "scalars", "totals"} | carried
+
+
+def test_the_pass_of_a_later_stage_reads_what_the_first_one_stored(monkeypatch):
+    """It needs the gradient for the mask, and stores nothing, because the update depends on its sums."""
+    passes = pointers(co.Lamb, 1, monkeypatch, cautious=True)
+    assert list(passes) == ["measure0", "measure1", "update"]
+    assert passes["measure0"][1] == {EXP_AVG, EXP_AVG_SQ}
+    assert passes["measure1"] == ({GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, "scalars", "totals"}, set())
+    assert passes["update"][1] == {PARAM}
+
+
+class InStages(co.Optimizer):
+    """A rule whose second sum depends on the first."""
+
+    counts_steps = False
+
+    def __init__(self, params, **options):
+        super().__init__(params, {"lr": 0.1}, **options)
+
+    @staticmethod
+    def update(p, g, average, *, lr, all_reduce):
+        average.ema_(g, 0.5)
+        (square,) = all_reduce(average.sum_of_squares())
+        u = average / square.map(lambda each: (each + 1e-8).sqrt().to(torch.float32))
+        (distance,) = all_reduce((u - p).sum_of_squares())
+        p -= lr * u * distance.map(lambda each: (1 / (1 + each.sqrt())).to(torch.float32))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_rule_with_two_stages(threads):
+    """The tensors have many chunks, one, and none. One of them is skipped in a step."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        params = parameters([(700, 600), (5, 3), (0,), (130_000,)])
+        truth = [param.detach().double() for param in params]
+        averages = [torch.zeros_like(value) for value in truth]
+        optimizer = InStages(params)
+        for step, grads in enumerate(gradients(params, 4)):
+            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                param.grad = None if step == i == 1 else grad
+                if param.grad is None:
+                    continue
+                averages[i] = 0.5 * averages[i] + 0.5 * grad.double()
+                u = averages[i] / (averages[i].square().sum() + 1e-8).sqrt()
+                truth[i] = truth[i] - 0.1 * u / (1 + (u - truth[i]).square().sum().sqrt())
+            optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    assert_close(params, truth, 2e-6)
+    assert "one tensor" not in str(optimizer.explain())
 
 
 class Twins(co.Optimizer):

@@ -29,6 +29,8 @@ from .world import warm_up
 
 # with the last two, some ranks have an empty shard
 SHAPES = [(8, 5), (7, 3), (6,), (5, 2, 3), (4, 6), (1, 4), (1,)]
+MATRICES = [(8, 5), (7, 3), (3, 6, 4), (4, 3, 3, 2), (1, 4)]
+CAUTIOUS = ("AdamW", "AdamP", "Lamb", "Prodigy")
 
 
 def fsdp(name: str, folder: Path, **options: Any) -> dict[str, Any]:
@@ -64,6 +66,50 @@ def shards_against_the_formula(name: str, folder: Path, mesh: DeviceMesh | None 
             grads[4] -= (grads[4] * twins[4]).sum() / twins[4].square().sum() * twins[4]  # orthogonal only as a whole
         for param, twin, grad in zip(params, twins, grads, strict=True):
             param.grad, twin.grad = distribute_tensor(grad, mesh, placements), grad
+        reference.step()
+        optimizer.step()
+    return farthest([param.full_tensor() for param in params], twins)
+
+
+def matrices(mesh_shape: tuple[int, ...], placements: list[Any], folder: Path, **options: Any) -> dict[str, float]:
+    """Step Adafactor over matrices that are split in other ways, some without a gradient in some steps.
+
+    Returns the distances of parameters and states from those of torch.optim.
+    """
+    mesh = init_device_mesh("cpu", mesh_shape)
+    dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
+    twins = parameters([shape for shape in MATRICES if len(shape) > max(dims)], torch.float64)
+    params = [nn.Parameter(distribute_tensor(twin.detach(), mesh, placements)) for twin in copies(twins)]
+    optimizer = co.Adafactor(params, lr=0.05, weight_decay=0.1, **options)
+    reference = torch.optim.Adafactor(twins, lr=0.05, weight_decay=0.1)
+    warm_up(optimizer)
+    for step, grads in enumerate(gradients(twins, STEPS)):
+        for i, (param, twin, grad) in enumerate(zip(params, twins, grads, strict=True)):
+            is_absent = step == 2 and i % 2
+            twin.grad = None if is_absent else grad
+            param.grad = None if is_absent else distribute_tensor(grad, mesh, placements)
+        reference.step()
+        optimizer.step()
+    pairs = [(optimizer.state[param], reference.state[twin]) for param, twin in zip(params, twins, strict=True)]
+    states = [(ours[name], own[name]) for ours, own in pairs for name in ("row_var", "col_var")]
+    replicated = [(a.to_local(), b) for a, b in states if all(cut.is_replicate() for cut in a.placements)]
+    return {
+        "parameters": farthest([param.full_tensor() for param in params], twins),
+        "states": farthest([a.full_tensor() for a, _ in states], [b for _, b in states]),
+        "replicas": farthest([a for a, _ in replicated], [b for _, b in replicated]) if replicated else 0.0,
+    }
+
+
+def cautious(name: str, folder: Path, **options: Any) -> float:
+    """Step shards with a mask, whose sums follow those of the rule, and the same tensors in one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    twins = parameters(SHAPES, torch.float64)
+    params = [nn.Parameter(distribute_tensor(twin.detach(), mesh, [Shard(0)])) for twin in copies(twins)]
+    options = {**CATALOG[name].distributed, "cautious": True, "max_grad_norm_per_parameter": 0.5, **options}
+    optimizer, reference = (getattr(co, name)(each, compile=False, **options) for each in (params, twins))
+    for grads in gradients(twins, STEPS):
+        for param, twin, grad in zip(params, twins, grads, strict=True):
+            param.grad, twin.grad = distribute_tensor(grad, mesh, [Shard(0)]), grad
         reference.step()
         optimizer.step()
     return farthest([param.full_tensor() for param in params], twins)
@@ -178,9 +224,10 @@ def watched(folder: Path) -> dict[str, Any]:
     return {"quiet": quiet, "moved": moved, "kept": kept, "same plan": all(same_plan)}
 
 
-SHARDED = tuple(name for name, entry in CATALOG.items() if entry.shards)
+SHARDED = tuple(CATALOG)
 BY_TENSOR = tuple(name for name in SHARDED if CATALOG[name].sums == "tensor")
 SUMS = tuple(name for name in SHARDED if CATALOG[name].sums)
+SAVED = ("AdamW", "Lamb", "SGD", "Adafactor")
 TWO = {
     **{f"fsdp {name}": partial(fsdp, name) for name in SHARDED},
     **{f"formula {name}": partial(shards_against_the_formula, name) for name in SHARDED},
@@ -189,16 +236,22 @@ TWO = {
     **{f.__name__: f for f in (clipped, scaled, zero_redundancy, refusals, rows, columns, watched, uneven)},
     **{f.__name__: f for f in (averages, in_backward_of_ddp)},
     **{f"stored {label}": partial(stored, label) for label in STORED},
+    **{f"cautious {name}": partial(cautious, name) for name in CAUTIOUS},
+    "matrices rows": partial(matrices, (2,), [Shard(0)], compile=False),
+    "matrices columns": partial(matrices, (2,), [Shard(1)]),
+    "matrices in stacks": partial(matrices, (2,), [Shard(2)], compile=False),
 }
 FOUR = {
     **{f"fsdp {name}": partial(fsdp, name) for name in ("AdamW", *BY_TENSOR)},
     **{f"formula {name}": partial(shards_against_the_formula, name) for name in SUMS},
     **{f"hybrid {name}": partial(hybrid, name) for name in ("AdamW", "Lamb")},
     **{f"hybrid shards {name}": partial(hybrid_shards, name) for name in ("AdamP", "BertAdam")},
-    **{f"save {name}": partial(save, name) for name in ("AdamW", "Lamb", "SGD")},
+    **{f"save {name}": partial(save, name) for name in SAVED},
+    "matrices both": partial(matrices, (2, 2), [Shard(0), Shard(1)], compile=False),
+    "matrices twice": partial(matrices, (2, 2), [Shard(0), Shard(0)], compile=False),
     **{f"save stored {label}": partial(save_stored, label) for label in STORED},
 }
 RELOADED = {
-    **{f"load {name}": partial(load, name) for name in ("AdamW", "Lamb", "SGD")},
+    **{f"load {name}": partial(load, name) for name in SAVED},
     **{f"load stored {label}": partial(load_stored, label) for label in STORED},
 }

@@ -46,6 +46,12 @@ class WhitenedRows(Whitened):
             param.sub_(lr * (grad / grad.norm() if grad.ndim > 1 else grad))
 
 
+class WhitenedMatrices(Whitened):
+    """A rule that sees matrices, and computes with whole ones."""
+
+    matrices = True
+
+
 class Normalised(Whitened):
     """A rowwise rule that uses each row by itself, so that shards of whole rows are enough."""
 
@@ -97,7 +103,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
     attempts = {
         "rows cut": lambda: co.AdamP([("weight", param(Shard(1)))]),
-        "matrices cut": lambda: co.Adafactor([("weight", param(Shard(0)))]),
+        "matrices cut": lambda: WhitenedMatrices([("weight", param(Shard(0)))]),
         "partial": lambda: co.AdamW([("weight", param(Partial()))]),
         "no all_reduce": lambda: Whitened([("weight", param(Shard(0)))]),
         "no all_reduce, by rows": lambda: WhitenedRows([("weight", param(Shard(0)))]),

@@ -53,7 +53,7 @@ def of(answers: Answers, case: str) -> list[Any]:
 @pytest.mark.parametrize("name", cases.SHARDED)
 def test_fsdp_on_two_ranks_equals_one_process(on_two, name):
     for answer in of(on_two, f"fsdp {name}"):
-        assert answer["distance"] <= 1e-6
+        assert answer["distance"] <= (2e-6 if name == "Adafactor" else 1e-6)  # its means are sums over ranks
         assert answer["moved"] > 1e-2
         assert answer["mode"] == "compiled"
         assert answer["recompiles"] == 0
@@ -135,7 +135,19 @@ def test_tensors_cut_by_columns_and_partial_gradients(on_two):
     assert max(of(on_two, "columns")) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lamb", "SGD"])
+@pytest.mark.parametrize(("ranks", "case"), [(2, "rows"), (2, "columns"), (2, "in stacks"), (4, "both"), (4, "twice")])
+def test_means_over_matrices_that_are_split(on_two, on_four, ranks, case):
+    """Replicated states, such as those of columns if rows are split, are the same on a rank with an empty shard."""
+    for answer in of({2: on_two, 4: on_four}[ranks], f"matrices {case}"):
+        assert max(answer.values()) <= 1e-12
+
+
+@pytest.mark.parametrize("name", cases.CAUTIOUS)
+def test_masks_of_shards_are_those_of_the_whole_step(on_two, name):
+    assert max(of(on_two, f"cautious {name}")) <= 1e-12
+
+
+@pytest.mark.parametrize("name", cases.SAVED)
 def test_a_checkpoint_of_four_ranks_goes_on_with_two(reloaded, name):
     for answer in of(reloaded, f"load {name}"):
         assert answer["distance"] <= 2e-6
@@ -167,7 +179,7 @@ def test_what_cannot_be_stepped_by_shards_is_refused_by_name(on_two):
     for answers in of(on_two, "refusals"):
         assert all("parameter 'weight'" in answer or "'weight'" in answer for answer in answers.values())
         assert "shard the parameter along dimension 0" in answers["rows cut"]
-        assert "it needs whole matrices" in answers["matrices cut"]
+        assert "compute means by an argument mean_over of update()" in answers["matrices cut"]
         assert "redistribute it to Shard or Replicate first" in answers["partial"]
         assert "pass the sums to all_reduce(...)" in answers["no all_reduce"]
         assert "pass the sums to all_reduce(...)" in answers["no all_reduce, by rows"]

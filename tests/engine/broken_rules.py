@@ -50,14 +50,6 @@ class ComparesAHyperparameter(Momentum):
         p -= lr * g
 
 
-class ReducesTwice(Momentum):
-    @staticmethod
-    def update(p, g, *, lr, momentum, all_reduce):
-        (norms,) = all_reduce(g.sum_of_squares())
-        (sums,) = all_reduce(norms)  # HERE
-        p -= lr * g * sums
-
-
 class TakesAnItem(Momentum):
     @staticmethod
     def update(p, g, *, lr, momentum):
@@ -284,7 +276,6 @@ BROKEN = [
     (Branches, "branches on the value of a tensor", "torch.where"),
     (BranchesOnAHyperparameter, "branches on the value of a tensor", "a bool from derived()"),
     (ComparesAHyperparameter, "branches on the value of a tensor", "a bool from derived()"),
-    (ReducesTwice, "calls all_reduce() more than once", "see the error above"),
     (TakesAnItem, "converts a tensor to a Python number", "0-dim tensor"),
     (TakesAFloat, "converts a tensor to a Python number", "0-dim tensor"),
     (ReadsWithinTorch, "reads the value of a tensor as a number", "0-dim tensor"),

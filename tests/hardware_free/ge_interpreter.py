@@ -72,6 +72,7 @@ OPERATIONS: dict[str, Any] = {
     "OnesLike": lambda o, a: torch.ones_like(a),
     "Pack": lambda o, *tensors: torch.stack(tensors, o.attr["axis"].i),
     "RealDiv": lambda o, a, b: a / b,
+    "Reciprocal": lambda o, a: 1 / a,
     "ReduceSum": lambda o, a, axes: a.sum(_ints(axes), keepdim=o.attr["keep_dims"].b) if axes.numel() else a,
     "Reshape": lambda o, a, shape: a.reshape(_ints(shape)),
     "SelectV2": lambda o, condition, a, b: torch.where(condition, a, b),

@@ -98,7 +98,9 @@ def compared(name: str, shapes=SHAPES, **options: Any) -> dict[str, Any]:
     start = [param.detach().clone() for param in ours]
     optimizer = getattr(co, name)(groups(ours, options["lr"]), **options, backend=HostCuda())
     clip = None if entry.sums == "all gradients" else options.pop("max_grad_norm", None)
-    if entry.in_torch:
+    if options.get("cautious"):  # tests/optimizer/test_cautious.py compares this with formulas
+        reference = getattr(co, name)(groups(theirs, options["lr"]), **options, compile=False)
+    elif entry.in_torch:
         reference = entry.reference(groups(theirs, options["lr"]), **options)
     else:
         reference = FormulaOfEach(groups(theirs, options["lr"]), entry, **options)
@@ -312,6 +314,8 @@ def main() -> None:
         report: dict[str, Any] = {name: compared(name, **NORMS.get(name, {})) for name in steps.OPTIMIZERS}
         report["AdamW clipped"] = compared("AdamW", max_grad_norm=1.0)
         report["Lamb clipped"] = compared("Lamb", max_grad_norm=1.0)
+        report["Lamb cautious"] = compared("Lamb", cautious=True)
+        report["AdamP cautious"] = compared("AdamP", cautious=True)
         report["bfloat16"] = {name: bfloat16(name) for name in steps.OPTIMIZERS}
         report["unscaled"] = unscaled()
         report["stored"] = {label: stored(*case) for label, case in steps.STORED.items()}

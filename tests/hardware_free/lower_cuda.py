@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_optim as co
 from compiled_optim.backends import BoundArguments, ScalarRows, triton_compiler
 from compiled_optim.backends.cpu import CpuBackend
+from compiled_optim.backends.table_passes import UPDATE, measure_name
 from compiled_optim.backends.triton_driver import add_up, clip
 from perf.workloads import WORKLOADS
 from tests.hardware_free import steps
@@ -29,7 +30,7 @@ from tests.hardware_free.host_cuda import HostCuda
 
 NUMBERS = (20, 161, 1000)
 COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
-    **steps.CLIPPED,
+    **steps.VARIANTS,
     "SGD clipped": ("SGD", dict(max_grad_norm=1.0)),
     "BertAdam, one group": ("BertAdam", dict(one_group=True)),
     "Lamb clipped": ("Lamb", dict(max_grad_norm=1.0)),
@@ -151,14 +152,13 @@ def drivers(
                 continue
             module = triton_compiler.load_module(triton_compiler.write_module(signature))
             number = POINTERS[signature.program.dtype]
-            for own in ("measure", "update"):
-                if hasattr(module, own):
-                    driver = getattr(module, own)
-                    types = dict.fromkeys(driver.arg_names, number)
-                    table = ("tasks", "grads", "row_of", "fixed", "columns", "first_rows")
-                    types |= dict.fromkeys(table, "*i64")
-                    label = f"{signature} {own}"
-                    found[label] = [registers(driver, types, target, module.WARPS) for target in TARGETS]
+            for own in [*map(measure_name, range(len(module.STAGES))), *([UPDATE] if module.UPDATES else [])]:
+                driver = getattr(module, own)
+                types = dict.fromkeys(driver.arg_names, number)
+                table = ("tasks", "grads", "row_of", "fixed", "columns", "first_rows")
+                types |= dict.fromkeys(table, "*i64")
+                label = f"{signature} {own}"
+                found[label] = [registers(driver, types, target, module.WARPS) for target in TARGETS]
     return found
 
 
@@ -169,7 +169,7 @@ def shared_kernels() -> dict[str, Any]:
     clipping |= dict.fromkeys(("squares", "inv_scale", "grad_scale", "norm"), "*fp32")
     found: dict[str, Any] = {"add_up": [], "clip": []}
     for target in TARGETS:
-        found["add_up"].append(registers(add_up, adding, target, 4, SUMS=2, BLOCK=1024))
+        found["add_up"].append(registers(add_up, adding, target, 4, FIRST=0, COUNT=2, SUMS=2, KNOWN=0, BLOCK=1024))
         found["clip"].append(registers(clip, clipping, target, 4, UNSCALES=True, CLIPS=2, BLOCK=1024))
     return found
 
@@ -227,7 +227,7 @@ def main() -> None:
                 continue
             found = [launches_of_a_step(name, number, launches, backend=backend, **options) for number in NUMBERS]
             report["launches"][case] = found
-        for case, (name, options) in {**cases, **steps.CLIPPED, **steps.SHARDED}.items():
+        for case, (name, options) in {**cases, **steps.VARIANTS, **steps.SHARDED}.items():
             report["drivers"] |= drivers(name, torch.float32, case in steps.SHARDED, **options)
         for name in ("AdamW", "Lamb", "AdamP"):
             report["drivers"] |= drivers(name, torch.bfloat16)

@@ -43,7 +43,7 @@ def stepped(name: str, device: str, compiled: bool, dtype: torch.dtype, **option
 def executed(recording: Recording) -> dict[str, Any]:
     """Return, for each optimizer and dtype, the operations of its graphs and the difference from eager steps."""
     found = {}
-    cases = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED, **steps.SHARDED}
+    cases = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.VARIANTS, **steps.SHARDED}
     for case, (name, options) in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
             recording.clear()

@@ -25,7 +25,7 @@ from tests.helpers import distance, params_of
 
 COUNTS = (5, 20, 161)
 STEPS = 10
-CASES = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.CLIPPED}
+CASES = {**{name: (name, {}) for name in steps.OPTIMIZERS}, **steps.VARIANTS}
 
 
 STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

@@ -15,8 +15,12 @@ from compiled_optim.engine.sorting import make_buckets
 from tests.helpers import params_of
 
 OPTIMIZERS = {name: entry.typical for name, entry in CATALOG.items()}
-SHARDED = {f"{name} sharded": (name, {}) for name, entry in CATALOG.items() if entry.sums == "tensor" and entry.shards}
-"""Optimizers that take sums over tensors. With sharded tensors, each runs in two phases: measure, then update."""
+SHARDED = {
+    f"{name} sharded": (name, {})
+    for name, entry in CATALOG.items()
+    if entry.sums == "tensor" and not getattr(co, name).matrices
+}
+"""Optimizers that take sums over tensors. With sharded tensors, each stage of sums is a call, like the update."""
 
 STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16 states": (torch.float32, {"state_dtype": torch.bfloat16}),
@@ -27,7 +31,11 @@ STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 """How parameters and states can be kept: the dtype of the parameters, and options."""
 
-CLIPPED = {"AdamW clipped": ("AdamW", dict(max_grad_norm=1.0))}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW clipped": ("AdamW", {"max_grad_norm": 1.0}),
+    "Lamb cautious": ("Lamb", {"cautious": True}),
+}
+"""Steps with more calls or passes: a norm over all gradients, and a stage of sums after another."""
 
 WEIGHTS = [(64, 32), (128, 64), (33, 17), (256, 128), (512, 64), (7, 5, 3), (65, 65), (96, 4), (32, 3, 3, 3), (200, 50)]
 TWENTY = [*WEIGHTS, *((shape[0],) for shape in WEIGHTS[:-1]), (1,)]

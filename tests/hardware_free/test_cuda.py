@@ -11,7 +11,7 @@ from tests.hardware_free.conftest import require
 pytestmark = pytest.mark.slow
 
 NUMBERS = (20, 161, 1000)
-INTERPRETED = [*steps.OPTIMIZERS, "AdamW clipped", "Lamb clipped"]
+INTERPRETED = [*steps.OPTIMIZERS, "AdamW clipped", "Lamb clipped", "Lamb cautious", "AdamP cautious"]
 ONE_ROUNDING = 0.501
 """Half a unit in the last place, and the error of computing in float32."""
 
@@ -53,7 +53,7 @@ Lion                 1 launches, 1 copies
 Adan                 1 launches, 1 copies
 ScheduleFreeAdamW    1 launches, 1 copies
 ScheduleFreeSGD      1 launches, 1 copies
-Prodigy              6 launches, 5 copies
+Prodigy              7 launches, 5 copies
 Adamax               1 launches, 1 copies
 Adagrad              1 launches, 1 copies
 RAdam                1 launches, 1 copies
@@ -61,6 +61,7 @@ Rprop                1 launches, 1 copies
 NAdam                1 launches, 1 copies
 ASGD                 1 launches, 1 copies
 AdamW clipped        4 launches, 2 copies
+Lamb cautious        5 launches, 1 copies
 SGD clipped          4 launches, 2 copies
 BertAdam, one group  4 launches, 2 copies
 Lamb clipped         6 launches, 2 copies
@@ -96,17 +97,17 @@ driver                                         registers sm_80 sm_90, bytes spil
 SGD[float32, table] update                      31  30,  0, 16, 16
 Adam[float32, table] update                     76  74,  0, 16, 16
 AdamW[float32, table] update                    62  61,  0, 16, 16
-AdamP[float32, rows, table] measure            108 109,  0, 16, 16
+AdamP[float32, rows, table] measure0           113 114,  0, 16, 16
 AdamP[float32, rows, table] update              59  59,  0, 16, 16
 AdamP[float32, table] update                    62  61,  0, 16, 16
-SGDP[float32, rows, table] measure              64  47,  0, 16,  4
+SGDP[float32, rows, table] measure0             64  47,  0, 16,  4
 SGDP[float32, rows, table] update               64  64,  0, 16, 16
 SGDP[float32, table] update                     32  30,  0, 16, 16
-Lamb[float32, table] measure                    48  48,  0, 16, 16
+Lamb[float32, table] measure0                   48  48,  0, 16, 16
 Lamb[float32, table] update                     39  40,  0, 16, 16
-Lars[float32, table] measure                    32  32,  0, 16,  4
+Lars[float32, table] measure0                   32  32,  0, 16,  4
 Lars[float32, table] update                     43  43,  0, 16, 16
-squared_norm[float32, table] measure            32  32,  0, 16,  4
+squared_norm[float32, table] measure0           32  32,  0, 16,  4
 BertAdam[float32, scaled, table] update         64  64,  0, 16, 16
 Adadelta[float32, table] update                 64  64,  0, 16, 16
 RMSprop[float32, table] update                  76  74,  0, 16, 16
@@ -115,29 +116,32 @@ Lion[float32, table] update                     32  32,  0, 16, 16
 Adan[float32, table] update                     86  87,  0, 16, 16
 ScheduleFreeAdamW[float32, table] update        69  74,  0, 16, 16
 ScheduleFreeSGD[float32, table] update          35  32,  0, 16, 16
-Prodigy[float32, measure, table] measure        32  32,  0, 16,  4
+Prodigy[float32, measure, table] measure0       32  32,  0, 16,  4
 Prodigy[float32, finish, table] update          95  95,  0, 16, 16
 Adamax[float32, table] update                   58  57,  0, 16, 16
 Adagrad[float32, table] update                  40  40,  0, 16, 16
-Adafactor[float32, table] measure               46  47,  0, 16, 16
+Adafactor[float32, table] measure0              46  47,  0, 16, 16
 Adafactor[float32, table] update                44  40,  0, 16, 16
 RAdam[float32, table] update                    64  64,  0, 16, 16
 Rprop[float32, table] update                    55  48,  0, 16, 16
 NAdam[float32, table] update                    64  64,  0, 16, 16
 ASGD[float32, table] update                     31  30,  0, 16, 16
 AdamW[float32, scaled, table] update            64  64,  0, 16, 16
-AdamP[float32, rows, measure, table] measure    78  80,  0, 16,  4
+Lamb[float32, cautious, table] measure0         48  48,  0, 16, 16
+Lamb[float32, cautious, table] measure1         40  39,  0, 16,  4
+Lamb[float32, cautious, table] update           63  64,  0, 16, 16
+AdamP[float32, rows, measure, table] measure0   78  80,  0, 16,  4
 AdamP[float32, rows, finish, table] update      80  80,  0, 16, 16
-SGDP[float32, rows, measure, table] measure     63  48,  0, 16,  4
+SGDP[float32, rows, measure, table] measure0    63  48,  0, 16,  4
 SGDP[float32, rows, finish, table] update       64  64, 16, 16, 16
-Lamb[float32, measure, table] measure           40  40,  0, 16,  4
+Lamb[float32, measure, table] measure0          40  40,  0, 16,  4
 Lamb[float32, finish, table] update             74  74,  0, 16, 16
-Lars[float32, measure, table] measure           32  32,  0, 16,  4
+Lars[float32, measure, table] measure0          32  32,  0, 16,  4
 Lars[float32, finish, table] update             52  51,  0, 16, 16
 AdamW[bfloat16, table] update                   76  77,  0, 16, 16
-Lamb[bfloat16, table] measure                   52  52,  0, 16,  4
+Lamb[bfloat16, table] measure0                  52  52,  0, 16,  4
 Lamb[bfloat16, table] update                    79  80,  0, 16, 16
-AdamP[bfloat16, rows, table] measure           126 128,  0, 16,  4
+AdamP[bfloat16, rows, table] measure0          101 107,  0, 16,  4
 AdamP[bfloat16, rows, table] update             80  80, 16, 16, 16
 AdamP[bfloat16, table] update                   76  77,  0, 16, 16
 AdamW[float32+bfloat16, stochastic, table] update  72  73,  0, 16, 16
@@ -146,7 +150,7 @@ AdamW[bfloat16, stochastic, table] update       96  96,  0, 16, 16
 AdamW[bfloat16, kahan, stochastic, table] update 106 104,  0, 16, 16
 AdamW[bfloat16+float32, master weights, table] update  98  99,  0, 16, 16
 AdamW[float32, unscales, table] update          66  66,  0, 16, 16
-Lamb[float32, unscales, table] measure          59  57,  0, 16, 16
+Lamb[float32, unscales, table] measure0         59  57,  0, 16, 16
 Lamb[float32, unscales, table] update           39  40,  0, 16, 16
 add_up                                          48  40,  0,  8,  4
 clip                                            40  40,  0,  4,  4""",

@@ -11,7 +11,7 @@ from tests.hardware_free.conftest import require
 pytestmark = pytest.mark.slow
 CASES = [
     f"{case} {dtype}"
-    for case in [*steps.OPTIMIZERS, *steps.CLIPPED, *steps.SHARDED]
+    for case in [*steps.OPTIMIZERS, *steps.VARIANTS, *steps.SHARDED]
     for dtype in ("float32", "bfloat16")
 ]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
