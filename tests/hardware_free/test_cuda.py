@@ -53,7 +53,7 @@ Lion                 1 launches, 1 copies
 Adan                 1 launches, 1 copies
 ScheduleFreeAdamW    1 launches, 1 copies
 ScheduleFreeSGD      1 launches, 1 copies
-Prodigy              7 launches, 5 copies
+Prodigy              6 launches, 5 copies
 Adamax               1 launches, 1 copies
 Adagrad              1 launches, 1 copies
 RAdam                1 launches, 1 copies

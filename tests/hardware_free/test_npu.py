@@ -36,10 +36,10 @@ Adam float32               84
 Adam bfloat16             129
 AdamW float32              76
 AdamW bfloat16            111
-AdamP float32             325
-AdamP bfloat16            360
-SGDP float32              290
-SGDP bfloat16             315
+AdamP float32             324
+AdamP bfloat16            359
+SGDP float32              289
+SGDP bfloat16             314
 Lamb float32              183
 Lamb bfloat16             218
 Lars float32              159
@@ -78,10 +78,12 @@ ASGD float32               49
 ASGD bfloat16              74
 AdamW clipped float32     112
 AdamW clipped bfloat16    152
-AdamP sharded float32     388
-AdamP sharded bfloat16    435
-SGDP sharded float32      331
-SGDP sharded bfloat16     365
+Lamb cautious float32     290
+Lamb cautious bfloat16    325
+AdamP sharded float32     387
+AdamP sharded bfloat16    434
+SGDP sharded float32      330
+SGDP sharded bfloat16     364
 Lamb sharded float32      252
 Lamb sharded bfloat16     307
 Lars sharded float32      173
