@@ -36,7 +36,7 @@ class Caution:
             made: MaskedTensors = MaskedFlatTensors(weights, weights.segments, weights.level)
         else:
             made = MaskedTensors(weights)
-        made.caution, made.updates = self, 0
+        made.caution, made.updates, made.has_rows = self, 0, weights.has_rows
         return made
 
     def of(self, update: Tensors, sign: Callable[[Tensors, float], Tensors]) -> Tensors:
@@ -73,6 +73,7 @@ class MaskedTensors(Tensors):
 
     caution: Caution
     updates: int
+    has_rows = False
 
     def __isub__(self, other: Any) -> Tensors:
         self.updates += 1

@@ -158,6 +158,15 @@ def test_float32_in_chunks_and_flat_buffers(options):
     assert not optimizer.explain().advice
 
 
+def test_vectors_in_blocks_have_no_rows():
+    """A vector in 8 bits is a matrix of blocks for compiled code. AdamP steps it like AdamW, without a projection."""
+    params, others = parameters([(5000,)]), parameters([(5000,)])
+    options = dict(lr=LR, weight_decay=0.0, cautious=True, state_dtype="8bit")
+    stepped(co.AdamP(params, **options, delta=50.0), params)
+    stepped(co.AdamW(others, **options), others)
+    assert_close(params, others, 1e-6)
+
+
 def test_groups_choose_for_themselves(compiled):
     """One group is cautious, one is not; and a change of the option makes another program."""
     params = parameters([(40,), (40,)], torch.float64)
