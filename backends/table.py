@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -46,19 +47,36 @@ class Task(NamedTuple):
     passes: int
 
 
-class TableUnit(Unit):
-    """A library with the passes of a program, and the driver that runs them.
+@dataclass(frozen=True)
+class TableForm:
+    """What a library computes, and how tensors are cut for it.
 
     ``stages`` has the number of sums over each tensor in each pass that measures, ``known`` is the number of sums that
     a call is given, ``carries`` that of values for each row that passes carry to later ones. The last pass may be
-    missing (``updates``).
+    missing (``updates``). Chunks of a unit with ``whole_matrices`` consist of matrices.
     """
+
+    stages: Sequence[int]
+    known: int
+    carries: int
+    updates: bool
+    whole_matrices: bool
+
+    def cut(self, shapes: Sequence[Shape], chunk: int) -> list[list[Task]]:
+        """Return the tasks of each tensor."""
+        passes = all_passes(len(self.stages), self.updates)
+        if self.whole_matrices:
+            shapes = [(count, math.prod(sizes)) for count, *sizes in shapes]
+        return cut(shapes, chunk, passes)
+
+
+class TableUnit(Unit):
+    """A library with the passes of a program, and the driver that runs them."""
 
     whole_blocks = False
 
-    def __init__(self, module: Any, stages: Sequence[int], known: int, carries: int, updates: bool) -> None:
-        self._module = module
-        self._stages, self._known, self._carries, self._updates = stages, known, carries, updates
+    def __init__(self, module: Any, form: TableForm) -> None:
+        self._module, self._form = module, form
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
@@ -66,11 +84,12 @@ class TableUnit(Unit):
         It returns the sums over each tensor if there is no last pass, else None. ``chunk`` is the number of elements in
         a chunk.
         """
+        tasks = self._form.cut(shapes, chunk)
         carried = [
-            [torch.empty(shape[0], dtype=torch.float64, device="cpu") for shape in shapes] for _ in range(self._carries)
+            [torch.empty(shape[0], dtype=torch.float64, device="cpu") for shape in shapes]
+            for _ in range(self._form.carries)
         ]
-        lists = [*lists, *carried]
-        return BoundTable(self._module, self._stages, self._known, self._updates, shapes, lists, arguments, chunk)
+        return BoundTable(self._module, self._form, tasks, [*lists, *carried], arguments)
 
 
 class BoundTable:
@@ -83,21 +102,19 @@ class BoundTable:
     def __init__(
         self,
         module: Any,
-        stages: Sequence[int],
-        known: int,
-        updates: bool,
-        shapes: Sequence[Shape],
+        form: TableForm,
+        chunks: Sequence[Sequence[Task]],
         lists: TensorLists,
         arguments: BoundArguments,
-        chunk: int,
     ) -> None:
         self._fill, self._run, self._data_ptr = module.fill, module.run, data_ptr_function()
         self._lists = lists  # kept alive, because the table holds addresses only
-        count, (rows, inv_scale, grad_scale, self._known_totals, *_) = len(shapes), arguments
-        self._totals = torch.zeros(count, known + sum(stages), dtype=torch.float64, device="cpu")
-        self._known, self._updates = known, updates
-        self._chunks = cut(shapes, chunk, all_passes(len(stages), updates))
-        slots = [0, *accumulate(map(len, self._chunks))]
+        count, (rows, inv_scale, grad_scale, self._known_totals, *_) = len(chunks), arguments
+        sums = sum(form.stages)
+        self._totals = torch.zeros(count, form.known + sums, dtype=torch.float64, device="cpu")
+        self._known, self._updates = form.known, form.updates
+        self._chunks = chunks
+        slots = [0, *accumulate(map(len, chunks))]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         self.runs = array("q", [0])
         self._pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
@@ -108,15 +125,15 @@ class BoundTable:
             "scalars": None if rows is None else rows.tensor,
             "inv_scale": inv_scale,
             "grad_scale": grad_scale,
-            "columns": array("q", [shape[1] if len(shape) > 1 else 1 for shape in shapes]),
+            "columns": array("q", [own[0].columns if own else 0 for own in chunks]),
             "slots": array("q", slots),
-            "partials": array("d", bytes(8 * slots[-1] * sum(stages))),
+            "partials": array("d", bytes(8 * slots[-1] * sums)),
             "totals": self._totals,
             "progress": array("q", bytes(8 * count)),
             "ready": array("q", bytes(8 * count)),
             "runs": self.runs,
         }
-        self._sizes = list(map(elements, shapes))
+        self._sizes = [sum(task.length * task.columns for task in own) for own in chunks]
         self._parallel = sum(self._sizes) >= PARALLEL_FROM
         (serial,) = queues(self._sizes, self._chunks, 1)
         self._serial = _flat(serial)
@@ -192,11 +209,6 @@ def in_blocks(shape: Shape) -> Shape:
     """
     count, end = divmod(shape[0], BLOCK)
     return count, BLOCK, end
-
-
-def elements(shape: Shape) -> int:
-    """Return the number of elements of a tensor; its shape may be that of :func:`in_blocks`."""
-    return math.prod(shape[:2]) + sum(shape[2:])
 
 
 def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], threads: int) -> list[list[Task]]:

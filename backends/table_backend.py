@@ -26,6 +26,7 @@ from compiled_optim.backends.base import (
     BoundBatch,
     BoundCall,
     Lane,
+    Shape,
     Signature,
     Unit,
     UnitCall,
@@ -91,13 +92,14 @@ class TableBackend(Backend):
 
     def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
         """Bind the unit of each call to all tensors. If there are several, each gets only the gradients of its own."""
-        shapes = batch.shapes
-        if batch.program.has_blocks:
-            shapes = list(map(in_blocks, shapes))
         calls = []
         for signature, indices in batch.calls:
             unit = self.get_unit(signature)
-            pick = partial(_only, frozenset(indices)) if len(batch.calls) > 1 else _all
+            shapes, pick = batch.shapes, _all
+            if batch.program.has_blocks:
+                shapes = list(map(in_blocks, shapes))
+            if len(batch.calls) > 1:
+                shapes, pick = _without_others(shapes, indices), partial(_only, frozenset(indices))
             calls.append(BoundCall(unit, signature, pick, unit.bind(shapes, lists, arguments)))
         return BoundBatch(calls) if len(calls) > 1 else _OneCall(calls[0], batch.program.result)
 
@@ -143,6 +145,12 @@ def _cut(batch: Batch) -> Mapping[Lane, Sequence[int]]:
 
 def _all(grads: Sequence[Any]) -> Sequence[Any]:
     return grads
+
+
+def _without_others(shapes: Sequence[Shape], indices: Sequence[int]) -> list[Shape]:
+    """Return shapes without elements for the tensors of other calls: a table needs no tasks for them."""
+    own = frozenset(indices)
+    return [shape if i in own else (0,) * len(shape) for i, shape in enumerate(shapes)]
 
 
 def _only(indices: Collection[int], grads: Sequence[Any]) -> list[Any]:

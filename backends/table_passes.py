@@ -16,10 +16,16 @@ from compiled_optim.backends.base import ArgumentSpec, Signature
 from compiled_optim.backends.graph import CARRY, SIZES, Place
 from compiled_optim.backends.inductor import generated_function, lazy_kernels, lower
 from compiled_optim.backends.recording import CannotRecord, Recording, WrapperForm, record
-from compiled_optim.backends.tracing import SizeBounds, TracedGraph, has_whole_blocks, trace, unit_sum_dtype
+from compiled_optim.backends.tracing import (
+    SizeBounds,
+    TracedGraph,
+    compiled_sizes,
+    has_whole_blocks,
+    trace,
+    unit_sum_dtype,
+)
 from compiled_optim.program import Result
 from compiled_optim.program_checks import is_elementwise, sum_stages
-from compiled_optim.quantization import BLOCK
 from compiled_optim.update_program import Phase, UpdateProgram
 
 MEASURE, UPDATE = "measure", "update"
@@ -106,13 +112,13 @@ def count_carries(recordings: Iterable[Recording]) -> int:
 def passes_of(signature: Signature) -> dict[str, tuple[Signature, int | None]]:
     """Return for each pass the signature to trace, and its number if the graph has to be split."""
     program = signature.program
+    if signature.rank > 2 and not compiled_sizes(signature):
+        raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
     if program.result is not Result.NOTHING:
         return {measure_name(0): (signature, None)}
     if not isinstance(program, UpdateProgram) or program.phase is Phase.FINISH:
         return {UPDATE: (signature, None)}
     stages = unit_stages(signature)
-    if signature.rank > 2:
-        raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
     if not stages:
         if not (program.is_separable or is_elementwise(program, signature.rank)):
             raise CannotRecord("its update() combines elements of a tensor, so a tensor cannot be cut into chunks")
@@ -153,8 +159,10 @@ def _graph_pass(number: int | None, signature: Signature, traced: TracedGraph) -
 
 def _record(signature: Signature, run: Any, form: WrapperForm, places: Sequence[Place]) -> Recording:
     examples = []
+    compiled = compiled_sizes(signature)
     for sizes in RECORDED_SIZES:
-        own = (sizes[0], BLOCK) if has_whole_blocks(signature) else sizes[: signature.rank]
+        known = sizes[: signature.rank - len(compiled)]
+        own = (*known, *compiled)
         inputs: list[Any] = []
         for source, index in places:
             if source == SIZES:
@@ -162,10 +170,10 @@ def _record(signature: Signature, run: Any, form: WrapperForm, places: Sequence[
             elif source == CARRY:
                 inputs.append(torch.empty(own[0], dtype=unit_sum_dtype(signature), device="cpu"))
             elif isinstance(source, int):
-                sizes_of = own[:1] if source in signature.program.row_lists else own
-                inputs.append(torch.empty(sizes_of, dtype=signature.dtypes[source], device="cpu"))
+                shape = signature.program.list_shape(source, own)
+                inputs.append(torch.empty(shape, dtype=signature.dtypes[source], device="cpu"))
             else:
                 spec = [spec for spec in signature.arguments if spec.name == source][index]
                 inputs.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu"))
-        examples.append((own, inputs))
+        examples.append((own if has_whole_blocks(signature) else known, inputs))
     return record(run, form, places, (examples[0], examples[1]))

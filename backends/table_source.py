@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from compiled_optim.backends import table_vectors as vectors
+from compiled_optim.backends.base import Shape
 from compiled_optim.backends.graph import CARRY, Place
 from compiled_optim.backends.precompiled_header import HEADER
 from compiled_optim.backends.recording import Argument, CannotRecord, Extent, Pointer, Recording
 from compiled_optim.backends.table_passes import UPDATE, CompiledPasses, measure_name
+from compiled_optim.program import Program
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
 
@@ -59,8 +62,7 @@ PARAMETERS = (
 
 def write_source(
     made: CompiledPasses,
-    lists: int,
-    row_lists: Collection[int],
+    starts: Sequence[str],
     scalars: int,
     dtype: torch.dtype,
     has_blocks: bool = False,
@@ -69,15 +71,14 @@ def write_source(
 
     Args:
         made: the passes.
-        lists: the number of lists of tensors, including the gradients.
-        row_lists: the numbers of the lists that have a number for each row.
+        starts: for each list of tensors, gradients first, the expression of the element with which a chunk starts.
         scalars: the number of values in a row.
         dtype: the dtype of the scalars.
         has_blocks: whether the rows are blocks, of few elements.
     """
-    kernels = [_pass_source(made, name, row_lists, has_blocks and name == UPDATE) for name in made.recordings]
+    kernels = [_pass_source(made, name, starts, has_blocks and name == UPDATE) for name in made.recordings]
     stages = len(made.sums)
-    constants = {"LISTS": lists, "POINTERS": lists + made.carries, "WIDTH": scalars, "STAGES": stages}
+    constants = {"LISTS": len(starts), "POINTERS": len(starts) + made.carries, "WIDTH": scalars, "STAGES": stages}
     constants |= {"SUMS": sum(made.sums), "KNOWN": made.known}
     firsts = ", ".join(str(made.first_total(stage)) for stage in range(stages + 1))
     measures = ", ".join([*map(measure_name, range(stages)), "nullptr"])
@@ -98,12 +99,22 @@ def write_source(
     return "\n".join(parts)
 
 
+def list_starts(program: Program, lists: int, sizes: Shape) -> list[str]:
+    """Return for each list the expression of the element with which a chunk starts.
+
+    ``sizes`` are those of a matrix, if they are compiled in: a chunk then consists of whole matrices.
+    """
+    if sizes:
+        return [f"row * {math.prod(program.list_shape(number, (1, *sizes)))}" for number in range(lists)]
+    return ["row" if number in program.row_lists else "first" for number in range(lists)]
+
+
 @lru_cache
 def _driver() -> str:
     return DRIVER.read_text()
 
 
-def _pass_source(made: CompiledPasses, name: str, row_lists: Collection[int], in_parts: bool) -> str:
+def _pass_source(made: CompiledPasses, name: str, starts: Sequence[str], in_parts: bool) -> str:
     """Return the kernels of a pass, and a function that calls them on one chunk of one tensor, or on its parts."""
     recording = made.recordings[name]
     output = recording.output
@@ -117,7 +128,7 @@ def _pass_source(made: CompiledPasses, name: str, row_lists: Collection[int], in
             raise CannotRecord(f"its C++ source has {found} functions named kernel")
         kernels.append(_with_own_memory(vectors.improve(source), call.arguments))
         arguments = [
-            _size(argument) if isinstance(argument, Extent) else _pointer(made, recording, kind, argument, row_lists)
+            _size(argument) if isinstance(argument, Extent) else _pointer(made, recording, kind, argument, starts)
             for kind, argument in zip(call.types, call.arguments, strict=True)
         ]
         calls.append(f"    {kernel}({', '.join(arguments)});")
@@ -161,7 +172,7 @@ def _size(extent: Extent) -> str:
 
 
 def _pointer(
-    made: CompiledPasses, recording: Recording, kind: str, argument: Place | Pointer, row_lists: Collection[int]
+    made: CompiledPasses, recording: Recording, kind: str, argument: Place | Pointer, starts: Sequence[str]
 ) -> str:
     """Return the expression of a pointer. The gradient, the parameter and the states start at the chunk."""
     if isinstance(argument, Pointer):
@@ -175,4 +186,4 @@ def _pointer(
         return f"reinterpret_cast<{kind}>(totals) + {made.first_total(index)}"
     if isinstance(source, str):
         return f"reinterpret_cast<{kind}>({source})"
-    return f"reinterpret_cast<{kind}>(pointers[{source}]) + {'row' if source in row_lists else 'first'}"
+    return f"reinterpret_cast<{kind}>(pointers[{source}]) + {starts[source]}"

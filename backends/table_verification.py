@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, ScalarRows, Shape, Signature
 from compiled_optim.backends.table import in_blocks
+from compiled_optim.backends.tracing import compiled_sizes
 from compiled_optim.backends.verification import is_close
 from compiled_optim.program import Arguments, TensorLists
 from compiled_optim.quantization import BLOCK, blocks
@@ -37,7 +38,8 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     One tensor has no gradient, and must not change. The gradients are passed in other shapes than the parameters,
     because a unit uses only their addresses. A unit that takes ``found_inf`` is run once more, and must change nothing.
     """
-    shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
+    sizes = compiled_sizes(signature) or (5,) * (signature.rank - 1)
+    shapes: list[Shape] = [(size, *sizes) for size in VERIFIED_SIZES]
     if signature.program.has_blocks:  # the driver gets these 1-D tensors in blocks, the eager program as they are
         shapes = [(size,) for size in (*VERIFIED_SIZES, 3 * BLOCK, 2 * BLOCK + 9)]
         if unit.whole_blocks:
@@ -79,9 +81,9 @@ def _example_lists(signature: Signature, shapes: Sequence[Shape]) -> TensorLists
     generator = torch.Generator().manual_seed(0)
 
     def example(number: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-        own = shape
-        if number in signature.program.row_lists:
-            own = (blocks(shape[0]) if signature.program.has_blocks else shape[0],)
+        own = signature.program.list_shape(number, shape)
+        if number in signature.program.row_lists and signature.program.has_blocks:
+            own = (blocks(shape[0]),)
         values = torch.rand(own, generator=generator, device="cpu") + 0.5
         return (values * 100 if dtype == torch.uint8 else values).to(signature.device, dtype)
 

@@ -84,6 +84,8 @@ def _verified(signature: Signature, module: Path, memory: str | None) -> TritonT
 
 def write_module(signature: Signature) -> Path:
     """Generate the module of a unit, and write it to the cache directory."""
+    if signature.rank > 2:
+        raise CannotRecord("its update() works on whole matrices, so a tensor cannot be cut into chunks")
     made = compile_passes(signature, TRITON, OPTIONS, CHUNK, BOUNDS)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     lists = signature.dtypes, signature.program.row_lists, signature.rank

@@ -79,7 +79,7 @@ def pointers(rule, rank, monkeypatch):
     original = table_compiler.write_source
 
     def keep(passes, *rest):
-        written.update(passes)
+        written.update(passes.recordings)
         return original(passes, *rest)
 
     monkeypatch.setattr(table_compiler, "write_source", keep)
@@ -102,7 +102,7 @@ GRAD, PARAM, EXP_AVG, EXP_AVG_SQ = range(4)
 def test_a_second_pass_reads_what_the_first_one_stored(rule, rank, carried, monkeypatch):
     """The first pass stores both moments, and AdamP's numbers for each row. The second does not read the gradient."""
     passes = pointers(rule, rank, monkeypatch)
-    assert passes["measure"][1] == {EXP_AVG, EXP_AVG_SQ} | carried
+    assert passes["measure0"][1] == {EXP_AVG, EXP_AVG_SQ} | carried
     read, written = passes["update"]
     assert written == {PARAM}
     assert read == {PARAM, EXP_AVG, EXP_AVG_SQ, "scalars", "totals"} | carried
