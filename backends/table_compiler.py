@@ -13,8 +13,8 @@ from compiled_optim.backends import disk_cache, libraries
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.inductor import NO_ASSERTS, TABLE_OPTIONS
 from compiled_optim.backends.recording import CPP, CannotRecord
-from compiled_optim.backends.table import TableForm, TableUnit
-from compiled_optim.backends.table_passes import UPDATE, compile_passes
+from compiled_optim.backends.table import Cuts, TableForm, TableUnit
+from compiled_optim.backends.table_passes import UPDATE, compile_passes, cut_matrices
 from compiled_optim.backends.table_source import list_starts, write_source
 from compiled_optim.backends.table_verification import table_agrees
 from compiled_optim.backends.tracing import compiled_sizes
@@ -47,10 +47,14 @@ def compile_table(signature: Signature) -> TableUnit:
     made = compile_passes(signature, CPP, {**OPTIONS, **libraries.cache_options()}, HINT)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
-    starts = list_starts(signature.program, len(signature.dtypes), compiled_sizes(signature))
-    source = write_source(made, starts, scalars, dtype, signature.program.has_blocks)
+    source = write_source(made, list_starts(cut_matrices(signature)), scalars, dtype, signature.program.has_blocks)
     library, module = libraries.build_and_load(source)
-    form = TableForm(made.sums, made.known, made.carries, UPDATE in made.recordings, signature.rank > 2)
+    cuts = Cuts.ELEMENTS
+    if signature.rank > 2:
+        cuts = Cuts.MATRICES if compiled_sizes(signature) else Cuts.ROWS
+    means = [by_columns for _, by_columns in made.means]
+    updates = UPDATE in made.recordings
+    form = TableForm(made.sums, made.known, made.carries, made.column_carries, updates, means, cuts)
     about = {"form": asdict(form), "kernels": made.kernels}
     unit = _unit(module, about)
     if not table_agrees(signature, unit):
@@ -61,6 +65,6 @@ def compile_table(signature: Signature) -> TableUnit:
 
 
 def _unit(module: Any, about: Mapping[str, Any]) -> TableUnit:
-    unit = TableUnit(module, TableForm(**about["form"]))
+    unit = TableUnit(module, TableForm(**{**about["form"], "cuts": Cuts(about["form"]["cuts"])}))
     unit.kernels = about["kernels"]
     return unit

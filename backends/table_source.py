@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from compiled_optim.backends import table_vectors as vectors
-from compiled_optim.backends.base import Shape
-from compiled_optim.backends.graph import CARRY, Place
+from compiled_optim.backends.base import Signature
+from compiled_optim.backends.graph import CARRY, COLUMN_CARRY, Place
 from compiled_optim.backends.precompiled_header import HEADER
 from compiled_optim.backends.recording import Argument, CannotRecord, Extent, Pointer, Recording
-from compiled_optim.backends.table_passes import UPDATE, CompiledPasses, measure_name
-from compiled_optim.program import Program
+from compiled_optim.backends.table_passes import UPDATE, CompiledPasses, columns_name, measure_name
+from compiled_optim.backends.tracing import compiled_sizes
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
 
@@ -50,13 +50,13 @@ static void {name}({parameters}) {{
     constexpr int64_t BLOCKS = 8;
     for (int64_t done = 0; done < size0; done += BLOCKS)
         {name}_part(pointers, scalars, inv_scale, grad_scale, totals, sums, row + done, first + done * size1,
-                    std::min(BLOCKS, size0 - done), size1);
+                    std::min(BLOCKS, size0 - done), size1, matrix);
 }}
 """
 
 PARAMETERS = (
     "void* const* pointers, const Scalar* scalars, const Scalar* inv_scale, const Scalar* grad_scale, double* totals, "
-    "double* sums, int64_t row, int64_t first, int64_t size0, int64_t size1"
+    "double* sums, int64_t row, int64_t first, int64_t size0, int64_t size1, int64_t matrix"
 )
 
 
@@ -78,15 +78,23 @@ def write_source(
     """
     kernels = [_pass_source(made, name, starts, has_blocks and name == UPDATE) for name in made.recordings]
     stages = len(made.sums)
-    constants = {"LISTS": len(starts), "POINTERS": len(starts) + made.carries, "WIDTH": scalars, "STAGES": stages}
-    constants |= {"SUMS": sum(made.sums), "KNOWN": made.known}
+    constants = {"LISTS": len(starts), "CARRIES": made.carries, "COLUMN_CARRIES": made.column_carries}
+    constants |= {"WIDTH": scalars, "STAGES": stages, "SUMS": sum(made.sums), "KNOWN": made.known}
+    constants |= {"MEANS": len(made.means)}
     firsts = ", ".join(str(made.first_total(stage)) for stage in range(stages + 1))
+    places = {stage: place for place, (stage, _) in enumerate(made.means)}
+    mean_of = ", ".join(str(places.get(stage, -1)) for stage in range(stages + 1))
+    by_columns = ", ".join([*(str(is_by_columns).lower() for _, is_by_columns in made.means), "false"])
     measures = ", ".join([*map(measure_name, range(stages)), "nullptr"])
+    names = [columns_name(stage) for stage in range(stages)]
+    columns = ", ".join([*(name if name in made.recordings else "nullptr" for name in names), "nullptr"])
     parts = [
         HEADERS,
         f"using Scalar = {'double' if dtype == torch.float64 else 'float'};",
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
         f"constexpr int64_t FIRST_SUM[] = {{{firsts}}};",
+        f"constexpr int64_t MEAN_OF[] = {{{mean_of}}};",
+        f"constexpr bool MEANS_BY_COLUMNS[] = {{{by_columns}}};",
         f"constexpr bool UPDATES = {str(UPDATE in made.recordings).lower()};",
         SCRATCH,
         vectors.HELPERS if any(map(vectors.uses_helpers, kernels)) else "",  # which code without vectors cannot have
@@ -94,19 +102,20 @@ def write_source(
         "" if UPDATE in made.recordings else f"static void {UPDATE}({PARAMETERS});",
         f"using Pass = void (*)({PARAMETERS});",
         f"constexpr Pass MEASURES[] = {{{measures}}};",
+        f"constexpr Pass COLUMNS[] = {{{columns}}};",
         _driver(),
     ]
     return "\n".join(parts)
 
 
-def list_starts(program: Program, lists: int, sizes: Shape) -> list[str]:
-    """Return for each list the expression of the element with which a chunk starts.
-
-    ``sizes`` are those of a matrix, if they are compiled in: a chunk then consists of whole matrices.
-    """
-    if sizes:
-        return [f"row * {math.prod(program.list_shape(number, (1, *sizes)))}" for number in range(lists)]
-    return ["row" if number in program.row_lists else "first" for number in range(lists)]
+def list_starts(signature: Signature) -> list[str]:
+    """Return for each list the expression of the element with which a chunk starts."""
+    program, lists = signature.program, range(len(signature.dtypes))
+    if sizes := compiled_sizes(signature):  # a chunk consists of whole matrices
+        return [f"row * {math.prod(program.list_shape(number, (1, *sizes)))}" for number in lists]
+    # by the shape of a tensor that belongs to a parameter of shape (0, 0)
+    starts = {(0, 0): "first", (0, 1): "row", (0,): "row", (1, 0): "matrix * size1", (1, 1): "matrix"}
+    return [starts[program.list_shape(number, (0, 0))] if signature.rank > 1 else "first" for number in lists]
 
 
 @lru_cache
@@ -182,6 +191,8 @@ def _pointer(
     source, index = argument
     if source == CARRY:
         return f"reinterpret_cast<{kind}>(pointers[LISTS + {index}]) + row"
+    if source == COLUMN_CARRY:
+        return f"reinterpret_cast<{kind}>(pointers[LISTS + CARRIES + {index}]) + matrix * size1"
     if source == "totals":
         return f"reinterpret_cast<{kind}>(totals) + {made.first_total(index)}"
     if isinstance(source, str):

@@ -18,6 +18,16 @@ from compiled_optim.program import Arguments, TensorLists
 from compiled_optim.quantization import BLOCK, blocks
 
 VERIFIED_SIZES = (37, 1, 64, 3, 90, 0)
+VERIFIED_MATRICES: list[Shape] = [
+    (1, 37, 5),
+    (1, 1, 7),
+    (2, 20, 3),
+    (3, 40, 4),
+    (1, 9, 1),
+    (2, 0, 3),
+    (0, 3, 2),
+    (1, 4, 0),
+]
 VERIFIED_CHUNK = 16
 """Elements in a chunk during verification; small, so that small tensors consist of several chunks."""
 
@@ -40,6 +50,8 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     """
     sizes = compiled_sizes(signature) or (5,) * (signature.rank - 1)
     shapes: list[Shape] = [(size, *sizes) for size in VERIFIED_SIZES]
+    if signature.rank > 2 and not compiled_sizes(signature):
+        shapes = VERIFIED_MATRICES
     if signature.program.has_blocks:  # the driver gets these 1-D tensors in blocks, the eager program as they are
         shapes = [(size,) for size in (*VERIFIED_SIZES, 3 * BLOCK, 2 * BLOCK + 9)]
         if unit.whole_blocks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.program import Arguments
-from compiled_optim.update_program import Part, Phase, UpdateProgram
+from compiled_optim.update_program import Part, Phase, SplitMean, Stages, UpdateProgram
 
 
 @lru_cache(maxsize=256)
@@ -18,11 +18,22 @@ def sum_stages(program: UpdateProgram, rank: int) -> tuple[int, ...]:
 
     For the part PREPARE these are the stages before the map of matrices.
     """
-    program = replace(program.plain, phase=Phase.WHOLE)
+    return tuple(map(len, _example_stages(program, rank).sums))
+
+
+@lru_cache(maxsize=256)
+def split_means(program: UpdateProgram) -> tuple[SplitMean, ...]:
+    """Return the means over the dimensions of matrices that a program splits; it is run once."""
+    return tuple(_example_stages(program, 2).means)
+
+
+def _example_stages(program: UpdateProgram, rank: int) -> Stages:
+    """Return the stages of a run on small tensors."""
+    program = replace(program.plain, phase=Phase.WHOLE, means=())
     extra = int(program.part is not Part.WHOLE)
     shapes = (program.list_shape(i, (2,) * rank) for i in range(2 + len(program.states) + extra))
     lists = [[torch.ones(shape, device="cpu")] for shape in shapes]
-    return tuple(map(len, program.run_stages(lists, example_arguments(program)).sums))
+    return program.run_stages(lists, example_arguments(program))
 
 
 def example_arguments(program: UpdateProgram) -> Arguments:
@@ -35,7 +46,7 @@ def example_arguments(program: UpdateProgram) -> Arguments:
 def is_elementwise(program: UpdateProgram, rank: int) -> bool:
     """Return True if a rule computes the same on a tensor with ``rank`` dimensions and on its parts; it runs on both.
 
-    The parts consist of whole rows, or of whole matrices, because rowwise rules and rules for matrices never get others.
+    The parts consist of whole rows or matrices, because rowwise rules, and those for matrices, never get others.
     """
     generator = torch.Generator().manual_seed(0)
 
