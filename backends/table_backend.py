@@ -42,8 +42,11 @@ TABLE = Lane("table", 1)
 MATRIX_RANK = 3
 """The number of dimensions of a stack of matrices."""
 
-SMALL_MATRIX = 16
-"""The largest number of elements of a matrix whose size is compiled in."""
+SMALL_MATRIX, MANY_SMALL_MATRIX = 16, 64
+"""The largest number of elements of a matrix whose size is compiled in, also if it is one of MANY in a stack."""
+
+MANY = 1 << 10
+"""The number of matrices from which a task for each takes longer than what it computes."""
 
 
 class TableBackend(Backend):
@@ -131,13 +134,13 @@ def _cut(batch: Batch) -> Mapping[Lane, Sequence[int]]:
     """Return the lanes of a batch with their tensors.
 
     A loop over a row of three elements takes longer than the elements do, so the sizes of small matrices are compiled
-    in. Convolutions have them in great number, but in few sizes.
+    in, and a task is for many of them. Convolutions have them in great number, but in few sizes.
     """
     if len(batch.shapes[0]) != MATRIX_RANK or batch.program.result is not Result.NOTHING:
         return {TABLE: range(len(batch.shapes))}
     lanes: dict[Lane, list[int]] = {}
     for i, shape in enumerate(batch.shapes):
-        is_small = math.prod(shape[1:]) <= SMALL_MATRIX
+        is_small = 0 < math.prod(shape[1:]) <= (MANY_SMALL_MATRIX if shape[0] >= MANY else SMALL_MATRIX)
         lane = Lane(f"table {shape[1]}×{shape[2]}", 1, ((0, *shape[1:]),)) if is_small else TABLE
         lanes.setdefault(lane, []).append(i)
     return lanes

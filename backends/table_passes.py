@@ -114,7 +114,7 @@ def compile_passes(
             carried = [(source, i) for source in sources for i in range(CARRIED)]
         # for a GPU, Inductor computes a foreach operation again after its input was written: gradients that are
         # unscaled in place would be unscaled twice
-        decomposed = part.program.reduces or not part.device.startswith("cpu")
+        decomposed = part.program.reduces or is_split(part) or not part.device.startswith("cpu")
         traced = trace(part, hint=hint, decompose_foreach=decomposed, carries=carried, bounds=bounds)
         graph_pass = _graph_pass(name, number, part, traced)
         with lazy_kernels(), _refusals(graph_pass):
@@ -156,6 +156,8 @@ def cut_matrices(signature: Signature) -> Signature:
     if not isinstance(program, UpdateProgram) or (program.phase, program.part) != (Phase.WHOLE, Part.WHOLE):
         raise CannotRecord(NOT_CUT)
     program = replace(program, split=(-2,))
+    if not sum_stages(program, 2):
+        raise CannotRecord(NOT_CUT)
     program = replace(program, means=split_means(program))
     dtypes = (*signature.dtypes, *(program.dtype for _ in program.means))
     return replace(signature, program=program, rank=2, dtypes=dtypes)
@@ -166,7 +168,7 @@ def passes_of(signature: Signature) -> dict[str, tuple[Signature, int | None]]:
     program = signature.program
     if program.result is not Result.NOTHING:
         return {measure_name(0): (signature, None)}
-    if not isinstance(program, UpdateProgram) or program.phase is Phase.FINISH:
+    if not isinstance(program, UpdateProgram) or program.phase in (Phase.AVERAGE, Phase.FINISH):
         return {UPDATE: (signature, None)}
     stages = unit_stages(signature)
     if not stages:
@@ -197,7 +199,7 @@ def unit_stages(signature: Signature) -> tuple[int, ...]:
     program = signature.program
     if not isinstance(program, UpdateProgram):
         return (1,) if program.result is Result.SUM else ()
-    stages = sum_stages(program, signature.rank) if program.reduces else ()
+    stages = sum_stages(program, signature.rank) if program.reduces or is_split(signature) else ()
     return stages[program.stage : program.stage + 1] if program.phase is Phase.MEASURE else stages
 
 

@@ -133,8 +133,8 @@ def empty_carry(signature: Signature, place: Place, sizes: Sequence[Any], device
 
 
 def is_split(signature: Signature) -> bool:
-    """Return True if a unit sees rows of matrices, which are cut into chunks."""
-    return isinstance(signature.program, UpdateProgram) and bool(signature.program.split)
+    """Return True if a unit sees rows of a matrix, as a 2-D tensor, and not a stack of whole matrices."""
+    return signature.rank == 2 and isinstance(signature.program, UpdateProgram) and bool(signature.program.split)
 
 
 def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBounds) -> list[Any]:
