@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -81,31 +81,31 @@ def write_source(
     constants = {"LISTS": len(starts), "CARRIES": made.carries, "COLUMN_CARRIES": made.column_carries}
     constants |= {"WIDTH": scalars, "STAGES": stages, "SUMS": sum(made.sums), "KNOWN": made.known}
     constants |= {"MEANS": len(made.means)}
-    firsts = ", ".join(str(made.first_total(stage)) for stage in range(stages + 1))
-    places = {stage: place for place, (stage, _) in enumerate(made.means)}
-    mean_of = ", ".join(str(places.get(stage, -1)) for stage in range(stages + 1))
-    by_columns = ", ".join([*(str(is_by_columns).lower() for _, is_by_columns in made.means), "false"])
-    measures = ", ".join([*map(measure_name, range(stages)), "nullptr"])
-    names = [columns_name(stage) for stage in range(stages)]
-    columns = ", ".join([*(name if name in made.recordings else "nullptr" for name in names), "nullptr"])
+    mean_of = {stage: number for number, (stage, _) in enumerate(made.means)}
+    columns = [columns_name(stage) for stage in range(stages)]
     parts = [
         HEADERS,
         f"using Scalar = {'double' if dtype == torch.float64 else 'float'};",
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
-        f"constexpr int64_t FIRST_SUM[] = {{{firsts}}};",
-        f"constexpr int64_t MEAN_OF[] = {{{mean_of}}};",
-        f"constexpr bool MEANS_BY_COLUMNS[] = {{{by_columns}}};",
+        _array("int64_t", "FIRST_SUM", map(made.first_total, range(stages)), sum(made.sums)),
+        _array("int64_t", "MEAN_OF", (mean_of.get(stage, -1) for stage in range(stages)), -1),
+        _array("bool", "MEANS_BY_COLUMNS", (int(by_columns) for _, by_columns in made.means), 0),
         f"constexpr bool UPDATES = {str(UPDATE in made.recordings).lower()};",
         SCRATCH,
         vectors.HELPERS if any(map(vectors.uses_helpers, kernels)) else "",  # which code without vectors cannot have
         *kernels,
         "" if UPDATE in made.recordings else f"static void {UPDATE}({PARAMETERS});",
         f"using Pass = void (*)({PARAMETERS});",
-        f"constexpr Pass MEASURES[] = {{{measures}}};",
-        f"constexpr Pass COLUMNS[] = {{{columns}}};",
+        _array("Pass", "MEASURES", map(measure_name, range(stages)), "nullptr"),
+        _array("Pass", "COLUMNS", (name if name in made.recordings else "nullptr" for name in columns), "nullptr"),
         _driver(),
     ]
     return "\n".join(parts)
+
+
+def _array(kind: str, name: str, values: Iterable[str | int], end: str | int) -> str:
+    """Return the declaration of a constant array. It gets an element at its end, because it cannot be empty."""
+    return f"constexpr {kind} {name}[] = {{{', '.join(map(str, (*values, end)))}}};"
 
 
 def list_starts(signature: Signature) -> list[str]:

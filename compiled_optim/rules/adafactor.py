@@ -34,7 +34,8 @@ class Adafactor(Optimizer):
     :math:`n \times m` elements has states of :math:`n + m`. :class:`~compiled_optim.AdamW` usually reaches a lower
     loss for the same number of steps. For convolutions it saves little, because the last two dimensions are small.
 
-    A parameter of two or more dimensions is stepped by a call of its own.
+    On the CPU one call steps all matrices, and one those of each small size (docs/compile_cost.md). On CUDA and on NPUs
+    each parameter of two or more dimensions is stepped by a call of its own.
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
