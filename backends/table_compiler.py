@@ -36,7 +36,7 @@ def load_table(signature: Signature) -> TableUnit | None:
     library, about = found
     try:
         unit = _unit(libraries.load(library), about)
-    except (ImportError, KeyError, TypeError):
+    except (ImportError, KeyError, TypeError, ValueError):
         return None
     unit.from_disk = True
     return unit if table_agrees(signature, unit) else None
@@ -55,7 +55,7 @@ def compile_table(signature: Signature) -> TableUnit:
     means = [by_columns for _, by_columns in made.means]
     updates = UPDATE in made.recordings
     form = TableForm(made.sums, made.known, made.carries, made.column_carries, updates, means, cuts)
-    about = {"form": asdict(form), "kernels": made.kernels}
+    about = {**asdict(form), "kernels": made.kernels}
     unit = _unit(module, about)
     if not table_agrees(signature, unit):
         raise CannotRecord("its results differ from those of the eager program")
@@ -65,6 +65,7 @@ def compile_table(signature: Signature) -> TableUnit:
 
 
 def _unit(module: Any, about: Mapping[str, Any]) -> TableUnit:
-    unit = TableUnit(module, TableForm(**{**about["form"], "cuts": Cuts(about["form"]["cuts"])}))
+    form = {name: value for name, value in about.items() if name != "kernels"}
+    unit = TableUnit(module, TableForm(**{**form, "cuts": Cuts(about["cuts"])}))
     unit.kernels = about["kernels"]
     return unit
