@@ -58,8 +58,9 @@ class EagerUnit(Unit):
             scale = None if grad_scale is None else grad_scale[0]
             return constant._replace(scalars=None if scalars is None else scalars.values[0], grad_scale=scale)
 
-        is_update = isinstance(program, UpdateProgram) and program.part is not Part.PREPARE
-        if is_update and program.phase is Phase.WHOLE and lists[0][0].device.type == "cpu":
+        whole = Phase.WHOLE, Part.WHOLE
+        is_on_cpu = lists[0][0].device.type == "cpu"
+        if is_on_cpu and isinstance(program, UpdateProgram) and (program.phase, program.part) == whole:
             return _bind_pieces(program, shapes, lists, values)
         return lambda grads: program([list(grads), *lists], values())
 
@@ -84,7 +85,7 @@ def _bind_pieces(
             for piece, part in cut:
                 (i,) = piece.indices
                 sums = measure([piece.of(grads), *part], arguments._replace(totals=totals.get(i)))
-                assert isinstance(sums, Tensor)
+                assert sums is not None
                 measured[i] = measured[i] + sums if i in measured else sums
             totals = {i: (*totals.get(i, ()), sums) for i, sums in measured.items()}
         for piece, part in bound:

@@ -13,13 +13,13 @@ from compiled_optim.backends.base import Call, Shape
 from compiled_optim.program import TensorLists
 
 Place = tuple[int | str, int]
-"""The source of an input and its index there: the number of a list, the name of an argument, SIZES or CARRY."""
+"""The source of an input and its index there: the number of a list, the name of an argument, SIZES or a carry."""
 
 SIZES = "sizes"
 """The source of inputs that are the sizes of the tensors, dimension by dimension."""
 
-CARRY = "carry"
-"""The source of inputs that carry a number for each row from one pass over a tensor to later ones."""
+CARRY, COLUMN_CARRY = CARRIES = "carry", "column carry"
+"""The sources of inputs that carry a number for each row, or for each column, from a pass to later ones."""
 
 ArgumentValues = Mapping[str, Tensor | Sequence[Tensor]]
 """The arguments by name. Accelerator backends pass the scalars as a list of 0-dim tensors."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -51,7 +50,7 @@ class LaneBackend(Backend):
 
     def _cut_some(self, batch: Batch) -> list[tuple[Lane, list[int]]]:
         """Split the tensors of a batch, without empty ones that need no call."""
-        kept = [i for i, shape in enumerate(batch.shapes) if batch.program.runs_on_empty or math.prod(shape)]
+        kept = [i for i, shape in enumerate(batch.shapes) if batch.program.runs_on_empty or 0 not in shape]
         cuts = self.cut([batch.shapes[i] for i in kept]) if kept else []
         return [(lane, [kept[i] for i in indices]) for lane, indices in cuts]
 

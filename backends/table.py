@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -25,6 +27,9 @@ from compiled_optim.torch_private import data_ptr_function
 CHUNK = 1 << 17
 """The number of elements in a chunk: enough to amortise a task, few enough for all threads and for the cache."""
 
+FEWEST_ROWS = 16
+"""The smallest number of rows in a chunk of a matrix that has more."""
+
 PARALLEL_FROM = 1 << 17
 """The number of elements of all tensors from which two threads, including their start, are faster than one."""
 
@@ -35,7 +40,7 @@ class Task(NamedTuple):
     """One or all passes over a chunk of a tensor; the fields of ``Task`` in ``table_driver.cpp``.
 
     ``start`` and ``length`` count elements, or rows for tensors with two dimensions, and ``columns`` is the length of
-    its rows. ``slot`` is the place of the sums over this chunk.
+    its rows. ``slot`` is the place of the sums over this chunk, and ``matrix`` the number of its matrix in a stack.
     """
 
     tensor: int
@@ -44,21 +49,71 @@ class Task(NamedTuple):
     columns: int
     slot: int
     passes: int
+    matrix: int = 0
+
+
+class Cuts(StrEnum):
+    """What a chunk consists of; a string, so that it can be written to disk."""
+
+    ELEMENTS = "elements or rows"
+    MATRICES = "whole matrices"
+    ROWS = "rows of a matrix"
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """What a library computes, and how tensors are cut for it.
+
+    ``stages`` has the number of sums over each tensor in each pass that measures, ``known`` is the number of sums that
+    a call is given, ``carries`` and ``column_carries`` those of values for each row and column that passes carry to
+    later ones. The last pass may be missing (``updates``). ``means`` has for each mean over the rows of a matrix
+    whether it is one for each column. ``cuts`` says of what chunks consist.
+    """
+
+    stages: Sequence[int]
+    known: int
+    carries: int
+    column_carries: int
+    updates: bool
+    means: Sequence[bool]
+    cuts: Cuts
+
+    def cut(self, shapes: Sequence[Shape], chunk: int) -> list[list[Task]]:
+        """Return the tasks of each tensor."""
+        passes = all_passes(len(self.stages), self.updates)
+        if self.cuts is Cuts.ROWS:
+            return cut_matrices(shapes, chunk, passes)
+        if self.cuts is Cuts.MATRICES:
+            shapes = [(count, math.prod(sizes)) for count, *sizes in shapes]
+        return cut(shapes, chunk, passes)
+
+    def memory(self, shapes: Sequence[Shape], chunks: Sequence[Sequence[Task]]) -> TensorLists:
+        """Return the lists of tensors that passes use in addition to those of the program.
+
+        These are the means, the values to carry, and the sums of which means are computed, in the order of POINTERS in
+        ``table_driver.cpp``.
+        """
+        if self.cuts is not Cuts.ROWS:
+            return [_empty(shape[0] for shape in shapes) for _ in range(self.carries)]
+        by_columns = [count * columns for count, _, columns in shapes]
+        return [
+            *(_empty(by_columns if each else (count for count, *_ in shapes)) for each in self.means),
+            *(_empty(count * rows for count, rows, _ in shapes) for _ in range(self.carries)),
+            *(_empty(by_columns) for _ in range(self.column_carries)),
+            *(
+                _empty(len(own) * (shape[2] if each else 1) for shape, own in zip(shapes, chunks, strict=True))
+                for each in self.means
+            ),
+        ]
 
 
 class TableUnit(Unit):
-    """A library with the passes of a program, and the driver that runs them.
-
-    ``stages`` has the number of sums over each tensor in each pass that measures, ``known`` is the number of sums that
-    a call is given, ``carries`` that of values for each row that passes carry to later ones. The last pass may be
-    missing (``updates``).
-    """
+    """A library with the passes of a program, and the driver that runs them."""
 
     whole_blocks = False
 
-    def __init__(self, module: Any, stages: Sequence[int], known: int, carries: int, updates: bool) -> None:
-        self._module = module
-        self._stages, self._known, self._carries, self._updates = stages, known, carries, updates
+    def __init__(self, module: Any, form: TableForm) -> None:
+        self._module, self._form = module, form
 
     def bind(self, shapes: Sequence[Shape], lists: TensorLists, arguments: BoundArguments, chunk: int = CHUNK) -> Call:
         """Write the table. The call takes the gradients, None for a tensor that is skipped.
@@ -66,11 +121,10 @@ class TableUnit(Unit):
         It returns the sums over each tensor if there is no last pass, else None. ``chunk`` is the number of elements in
         a chunk.
         """
-        carried = [
-            [torch.empty(shape[0], dtype=torch.float64, device="cpu") for shape in shapes] for _ in range(self._carries)
-        ]
-        lists = [*lists, *carried]
-        return BoundTable(self._module, self._stages, self._known, self._updates, shapes, lists, arguments, chunk)
+        chunks = self._form.cut(shapes, chunk)
+        matrices = [(shape[0], shape[1]) if self._form.cuts is Cuts.ROWS else (1, 0) for shape in shapes]
+        lists = [*lists, *self._form.memory(shapes, chunks)]
+        return BoundTable(self._module, self._form, chunks, matrices, lists, arguments)
 
 
 class BoundTable:
@@ -83,40 +137,41 @@ class BoundTable:
     def __init__(
         self,
         module: Any,
-        stages: Sequence[int],
-        known: int,
-        updates: bool,
-        shapes: Sequence[Shape],
+        form: TableForm,
+        chunks: Sequence[Sequence[Task]],
+        matrices: Sequence[tuple[int, int]],
         lists: TensorLists,
         arguments: BoundArguments,
-        chunk: int,
     ) -> None:
         self._fill, self._run, self._data_ptr = module.fill, module.run, data_ptr_function()
         self._lists = lists  # kept alive, because the table holds addresses only
-        count, (rows, inv_scale, grad_scale, self._known_totals, *_) = len(shapes), arguments
-        self._totals = torch.zeros(count, known + sum(stages), dtype=torch.float64, device="cpu")
-        self._known, self._updates = known, updates
-        self._chunks = cut(shapes, chunk, all_passes(len(stages), updates))
-        slots = [0, *accumulate(map(len, self._chunks))]
+        count, (rows, inv_scale, grad_scale, self._known_totals, *_) = len(chunks), arguments
+        sums = sum(form.stages)
+        self._totals = torch.zeros(count, form.known + sums, dtype=torch.float64, device="cpu")
+        self._known, self._updates = form.known, form.updates
+        self._chunks = chunks
+        slots = [0, *accumulate(map(len, chunks))]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
         self.runs = array("q", [0])
         self._pointers = array("q", [each for own in zip([0] * count, *addresses, strict=True) for each in own])
         self._grads = _address(self._pointers)
         self._tensors = {
             "pointers": self._pointers,
+            "matrices": array("q", [count for count, _ in matrices]),
+            "rows": array("q", [rows for _, rows in matrices]),
             "row": array("q", bytes(8 * count)) if rows is None else rows.row_of,
             "scalars": None if rows is None else rows.tensor,
             "inv_scale": inv_scale,
             "grad_scale": grad_scale,
-            "columns": array("q", [shape[1] if len(shape) > 1 else 1 for shape in shapes]),
+            "columns": array("q", [own[0].columns if own else 0 for own in chunks]),
             "slots": array("q", slots),
-            "partials": array("d", bytes(8 * slots[-1] * sum(stages))),
+            "partials": array("d", bytes(8 * slots[-1] * sums)),
             "totals": self._totals,
             "progress": array("q", bytes(8 * count)),
             "ready": array("q", bytes(8 * count)),
             "runs": self.runs,
         }
-        self._sizes = list(map(elements, shapes))
+        self._sizes = [sum(task.length * task.columns for task in own) for own in chunks]
         self._parallel = sum(self._sizes) >= PARALLEL_FROM
         (serial,) = queues(self._sizes, self._chunks, 1)
         self._serial = _flat(serial)
@@ -152,6 +207,10 @@ class BoundTable:
         self._place, self._threads = _address(self._table), threads
 
 
+def _empty(sizes: Iterable[int]) -> list[Tensor]:
+    return [torch.empty(size, dtype=torch.float64, device="cpu") for size in sizes]
+
+
 def _flat(tasks: Sequence[Task]) -> array[int]:
     return array("q", chain.from_iterable(tasks))
 
@@ -185,6 +244,26 @@ def cut(shapes: Sequence[Shape], chunk: int, passes: int) -> list[list[Task]]:
     return chunks
 
 
+def cut_matrices(shapes: Sequence[Shape], chunk: int, passes: int) -> list[list[Task]]:
+    """Cut each matrix of a stack into chunks of rows, of about ``chunk`` elements; return the tasks of each stack.
+
+    A chunk has a sum for each column, so it should have some rows.
+    """
+    chunks = []
+    slot = 0
+    for i, (count, rows, columns) in enumerate(shapes):
+        length = max(FEWEST_ROWS, chunk // max(columns, 1))
+        starts = [(m, start) for m in range(count if columns else 0) for start in range(0, rows, length)]
+        chunks.append(
+            [
+                Task(i, m * rows + start, min(length, rows - start), columns, slot + n, passes, m)
+                for n, (m, start) in enumerate(starts)
+            ]
+        )
+        slot += len(starts)
+    return chunks
+
+
 def in_blocks(shape: Shape) -> Shape:
     """Return the shape in which a table sees a 1-D tensor whose blocks have numbers of their own.
 
@@ -192,11 +271,6 @@ def in_blocks(shape: Shape) -> Shape:
     """
     count, end = divmod(shape[0], BLOCK)
     return count, BLOCK, end
-
-
-def elements(shape: Shape) -> int:
-    """Return the number of elements of a tensor; its shape may be that of :func:`in_blocks`."""
-    return math.prod(shape[:2]) + sum(shape[2:])
 
 
 def queues(sizes: Sequence[int], chunks: Sequence[Sequence[Task]], threads: int) -> list[list[Task]]:

@@ -26,6 +26,7 @@ from compiled_optim.backends.base import (
     BoundBatch,
     BoundCall,
     Lane,
+    Shape,
     Signature,
     Unit,
     UnitCall,
@@ -41,8 +42,11 @@ TABLE = Lane("table", 1)
 MATRIX_RANK = 3
 """The number of dimensions of a stack of matrices."""
 
-SMALL_MATRIX = 16
-"""The largest number of elements of a matrix whose size is compiled in."""
+SMALL_MATRIX, MANY_SMALL_MATRIX = 16, 64
+"""The largest number of elements of a matrix whose size is compiled in, also if it is one of MANY in a stack."""
+
+MANY = 1 << 10
+"""The number of matrices from which a task for each takes longer than what it computes."""
 
 
 class TableBackend(Backend):
@@ -91,13 +95,14 @@ class TableBackend(Backend):
 
     def bind(self, batch: Batch, lists: TensorLists, arguments: BoundArguments) -> BoundBatch:
         """Bind the unit of each call to all tensors. If there are several, each gets only the gradients of its own."""
-        shapes = batch.shapes
-        if batch.program.has_blocks:
-            shapes = list(map(in_blocks, shapes))
         calls = []
         for signature, indices in batch.calls:
             unit = self.get_unit(signature)
-            pick = partial(_only, frozenset(indices)) if len(batch.calls) > 1 else _all
+            shapes, pick = batch.shapes, _all
+            if batch.program.has_blocks:
+                shapes = list(map(in_blocks, shapes))
+            if len(batch.calls) > 1:
+                shapes, pick = _without_others(shapes, indices), partial(_only, frozenset(indices))
             calls.append(BoundCall(unit, signature, pick, unit.bind(shapes, lists, arguments)))
         return BoundBatch(calls) if len(calls) > 1 else _OneCall(calls[0], batch.program.result)
 
@@ -129,13 +134,13 @@ def _cut(batch: Batch) -> Mapping[Lane, Sequence[int]]:
     """Return the lanes of a batch with their tensors.
 
     A loop over a row of three elements takes longer than the elements do, so the sizes of small matrices are compiled
-    in. Convolutions have them in great number, but in few sizes.
+    in, and a task is for many of them. Convolutions have them in great number, but in few sizes.
     """
     if len(batch.shapes[0]) != MATRIX_RANK or batch.program.result is not Result.NOTHING:
         return {TABLE: range(len(batch.shapes))}
     lanes: dict[Lane, list[int]] = {}
     for i, shape in enumerate(batch.shapes):
-        is_small = math.prod(shape[1:]) <= SMALL_MATRIX
+        is_small = 0 < math.prod(shape[1:]) <= (MANY_SMALL_MATRIX if shape[0] >= MANY else SMALL_MATRIX)
         lane = Lane(f"table {shape[1]}×{shape[2]}", 1, ((0, *shape[1:]),)) if is_small else TABLE
         lanes.setdefault(lane, []).append(i)
     return lanes
@@ -143,6 +148,12 @@ def _cut(batch: Batch) -> Mapping[Lane, Sequence[int]]:
 
 def _all(grads: Sequence[Any]) -> Sequence[Any]:
     return grads
+
+
+def _without_others(shapes: Sequence[Shape], indices: Sequence[int]) -> list[Shape]:
+    """Return shapes without elements for the tensors of other calls: a table needs no tasks for them."""
+    own = frozenset(indices)
+    return [shape if i in own else (0,) * len(shape) for i, shape in enumerate(shapes)]
 
 
 def _only(indices: Collection[int], grads: Sequence[Any]) -> list[Any]:

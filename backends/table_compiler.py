@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from compiled_optim.backends import disk_cache, libraries
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.inductor import NO_ASSERTS, TABLE_OPTIONS
 from compiled_optim.backends.recording import CPP, CannotRecord
-from compiled_optim.backends.table import TableUnit
-from compiled_optim.backends.table_passes import UPDATE, compile_passes
-from compiled_optim.backends.table_source import write_source
+from compiled_optim.backends.table import Cuts, TableForm, TableUnit
+from compiled_optim.backends.table_passes import UPDATE, compile_passes, cut_matrices
+from compiled_optim.backends.table_source import list_starts, write_source
 from compiled_optim.backends.table_verification import table_agrees
+from compiled_optim.backends.tracing import compiled_sizes
 
 OPTIONS: dict[str, Any] = {
     **NO_ASSERTS,
@@ -34,7 +36,7 @@ def load_table(signature: Signature) -> TableUnit | None:
     library, about = found
     try:
         unit = _unit(libraries.load(library), about)
-    except (ImportError, KeyError, TypeError):
+    except (ImportError, KeyError, TypeError, ValueError):
         return None
     unit.from_disk = True
     return unit if table_agrees(signature, unit) else None
@@ -45,11 +47,15 @@ def compile_table(signature: Signature) -> TableUnit:
     made = compile_passes(signature, CPP, {**OPTIONS, **libraries.cache_options()}, HINT)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     dtype = next((spec.dtype for spec in signature.arguments if spec.name == "scalars"), torch.float32)
-    lists, row_lists = len(signature.dtypes), signature.program.row_lists
-    source = write_source(made, lists, row_lists, scalars, dtype, signature.program.has_blocks)
+    source = write_source(made, list_starts(cut_matrices(signature)), scalars, dtype, signature.program.has_blocks)
     library, module = libraries.build_and_load(source)
-    about = {"stages": list(made.sums), "known": made.known, "carries": made.carries}
-    about |= {"updates": UPDATE in made.recordings, "kernels": made.kernels}
+    cuts = Cuts.ELEMENTS
+    if signature.rank > 2:
+        cuts = Cuts.MATRICES if compiled_sizes(signature) else Cuts.ROWS
+    means = [by_columns for _, by_columns in made.means]
+    updates = UPDATE in made.recordings
+    form = TableForm(made.sums, made.known, made.carries, made.column_carries, updates, means, cuts)
+    about = {**asdict(form), "kernels": made.kernels}
     unit = _unit(module, about)
     if not table_agrees(signature, unit):
         raise CannotRecord("its results differ from those of the eager program")
@@ -59,6 +65,7 @@ def compile_table(signature: Signature) -> TableUnit:
 
 
 def _unit(module: Any, about: Mapping[str, Any]) -> TableUnit:
-    unit = TableUnit(module, about["stages"], about["known"], about["carries"], about["updates"])
+    form = {name: value for name, value in about.items() if name != "kernels"}
+    unit = TableUnit(module, TableForm(**{**form, "cuts": Cuts(about["cuts"])}))
     unit.kernels = about["kernels"]
     return unit

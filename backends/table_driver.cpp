@@ -2,18 +2,25 @@
 //
 // The text before this file is generated (see table_source.py). It includes the headers, holds the kernels, and defines
 //   Scalar            the type of hyperparameters
-//   LISTS, POINTERS   lists of tensors (gradients first), and pointers of a tensor: LISTS, then its carried values
+//   LISTS             lists of tensors: gradients first, means last
+//   CARRIES, COLUMN_CARRIES   values that passes over a tensor carry to later ones, for each row and each column
 //   WIDTH             hyperparameters in a row
 //   KNOWN             sums over each tensor that a run is given
 //   SUMS, STAGES      sums over each tensor that a run computes, and the passes that compute them
 //   FIRST_SUM         the first of the SUMS of each of these passes, and SUMS
 //   MEASURES          these passes, over one chunk of one tensor
+//   MEANS             means over the rows of each matrix
+//   MEAN_OF           for each stage its mean, or -1
+//   MEANS_BY_COLUMNS  for each mean, whether it has a number for each column
+//   COLUMNS           for each stage what follows it, once for each matrix, or null
 //   update, UPDATES   the last pass, and whether it exists
 //
 // Tensors are cut into chunks, and a task is one pass or all passes over one chunk. Each thread has a queue of tasks.
 // It is the same in every step, so that a thread finds its part of the tensors in its cache. A thread that has finished
 // its queue takes tasks from the others. Each chunk writes its sums to its own slot, and the slots of a tensor are added
 // in their order, so results depend neither on the number of threads nor on which thread runs which task.
+//
+// A tensor may be a stack of matrices. Then a chunk has rows of one matrix, or whole matrices.
 
 namespace {
 
@@ -22,7 +29,7 @@ constexpr int64_t UPDATE = 1;
 constexpr int64_t measure_bit(int64_t stage) { return int64_t(2) << stage; }
 
 struct Task {
-    int64_t tensor, start, length, columns, slot, passes;
+    int64_t tensor, start, length, columns, slot, passes, matrix;
 };
 
 struct alignas(64) Cursor {
@@ -37,6 +44,8 @@ struct Table {
     const int64_t* queues;             // the first task of each queue, and the number of tasks
     Cursor* cursors;                   // the next task of each queue
     void* const* pointers;             // POINTERS of each tensor; a gradient of null skips the tensor
+    const int64_t* matrices;           // of each tensor; 1 if chunks do not consist of rows of a matrix
+    const int64_t* rows;               // of each matrix of a tensor
     const int64_t* row;                // of each tensor
     const Scalar* scalars;             // WIDTH of each row
     const Scalar* inv_scale;           // one number
@@ -51,6 +60,25 @@ struct Table {
 };
 
 constexpr int64_t TOTALS = KNOWN + SUMS;
+
+// the sums of each slot of which means are computed come last
+constexpr int64_t MEAN_SUMS = LISTS + CARRIES + COLUMN_CARRIES;
+constexpr int64_t POINTERS = MEAN_SUMS + MEANS;
+
+// add the sums over the chunks of each matrix, in their order, and divide by the number of rows
+void average(const Table& table, int64_t tensor, int64_t mean) {
+    void* const* pointers = table.pointers + tensor * POINTERS;
+    const int64_t matrices = table.matrices[tensor], width = MEANS_BY_COLUMNS[mean] ? table.columns[tensor] : 1;
+    const int64_t chunks = (table.slots[tensor + 1] - table.slots[tensor]) / matrices;
+    const double rows = table.rows[tensor];
+    auto means = static_cast<Scalar*>(pointers[LISTS - MEANS + mean]);
+    auto sums = static_cast<double*>(pointers[MEAN_SUMS + mean]);
+    for (int64_t matrix = 0; matrix < matrices; matrix++, means += width, sums += chunks * width) {
+        for (int64_t chunk = 1; chunk < chunks; chunk++)
+            for (int64_t i = 0; i < width; i++) sums[i] += sums[chunk * width + i];
+        for (int64_t i = 0; i < width; i++) means[i] = static_cast<Scalar>(sums[i] / rows);
+    }
+}
 
 void add_up(const Table& table, int64_t tensor, int64_t stage) {
     double* totals = table.totals + tensor * TOTALS + KNOWN;
@@ -78,12 +106,22 @@ void run_task(const Table& table, const Task& task) {
     for (int64_t stage = 0; stage < STAGES; stage++) {
         if (!(task.passes & measure_bit(stage))) continue;
         wait_for(table, tensor, stage);
+        const int64_t mean = MEAN_OF[stage];
         double* sums = table.partials + task.slot * SUMS + FIRST_SUM[stage];
+        if (mean >= 0) {
+            const int64_t width = MEANS_BY_COLUMNS[mean] ? task.columns : 1;
+            sums = static_cast<double*>(pointers[MEAN_SUMS + mean]) + (task.slot - table.slots[tensor]) * width;
+        }
         MEASURES[stage](pointers, scalars, table.inv_scale, scale, totals, sums, task.start, first, task.length,
-                        task.columns);
+                        task.columns, task.matrix);
         const int64_t chunks = table.slots[tensor + 1] - table.slots[tensor];
         if (chunks == 1 || table.progress[tensor].fetch_add(1) + 1 == chunks * (stage + 1)) {
+            if (mean >= 0) average(table, tensor, mean);
             add_up(table, tensor, stage);
+            const int64_t rows = table.rows[tensor];
+            for (int64_t matrix = 0; COLUMNS[stage] != nullptr && matrix < table.matrices[tensor]; matrix++)
+                COLUMNS[stage](pointers, scalars, table.inv_scale, scale, totals, nullptr, matrix * rows,
+                               matrix * rows * task.columns, rows, task.columns, matrix);
             table.ready[tensor].store(stage + 1, std::memory_order_release);
         }
     }
@@ -91,7 +129,7 @@ void run_task(const Table& table, const Task& task) {
         if (task.passes & UPDATE) {
             wait_for(table, tensor, STAGES);
             update(pointers, scalars, table.inv_scale, scale, totals, nullptr, task.start, first, task.length,
-                   task.columns);
+                   task.columns, task.matrix);
         }
     }
 }

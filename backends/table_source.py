@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from compiled_optim.backends import table_vectors as vectors
-from compiled_optim.backends.graph import CARRY, Place
+from compiled_optim.backends.base import Signature
+from compiled_optim.backends.graph import CARRY, COLUMN_CARRY, Place
 from compiled_optim.backends.precompiled_header import HEADER
 from compiled_optim.backends.recording import Argument, CannotRecord, Extent, Pointer, Recording
-from compiled_optim.backends.table_passes import UPDATE, CompiledPasses, measure_name
+from compiled_optim.backends.table_passes import UPDATE, CompiledPasses, columns_name, measure_name
+from compiled_optim.backends.tracing import compiled_sizes
 
 DRIVER = Path(__file__).with_name("table_driver.cpp")
 
@@ -47,20 +50,19 @@ static void {name}({parameters}) {{
     constexpr int64_t BLOCKS = 8;
     for (int64_t done = 0; done < size0; done += BLOCKS)
         {name}_part(pointers, scalars, inv_scale, grad_scale, totals, sums, row + done, first + done * size1,
-                    std::min(BLOCKS, size0 - done), size1);
+                    std::min(BLOCKS, size0 - done), size1, matrix);
 }}
 """
 
 PARAMETERS = (
     "void* const* pointers, const Scalar* scalars, const Scalar* inv_scale, const Scalar* grad_scale, double* totals, "
-    "double* sums, int64_t row, int64_t first, int64_t size0, int64_t size1"
+    "double* sums, int64_t row, int64_t first, int64_t size0, int64_t size1, int64_t matrix"
 )
 
 
 def write_source(
     made: CompiledPasses,
-    lists: int,
-    row_lists: Collection[int],
+    starts: Sequence[str],
     scalars: int,
     dtype: torch.dtype,
     has_blocks: bool = False,
@@ -69,33 +71,51 @@ def write_source(
 
     Args:
         made: the passes.
-        lists: the number of lists of tensors, including the gradients.
-        row_lists: the numbers of the lists that have a number for each row.
+        starts: for each list of tensors, gradients first, the expression of the element with which a chunk starts.
         scalars: the number of values in a row.
         dtype: the dtype of the scalars.
         has_blocks: whether the rows are blocks, of few elements.
     """
-    kernels = [_pass_source(made, name, row_lists, has_blocks and name == UPDATE) for name in made.recordings]
+    kernels = [_pass_source(made, name, starts, has_blocks and name == UPDATE) for name in made.recordings]
     stages = len(made.sums)
-    constants = {"LISTS": lists, "POINTERS": lists + made.carries, "WIDTH": scalars, "STAGES": stages}
-    constants |= {"SUMS": sum(made.sums), "KNOWN": made.known}
-    firsts = ", ".join(str(made.first_total(stage)) for stage in range(stages + 1))
-    measures = ", ".join([*map(measure_name, range(stages)), "nullptr"])
+    constants = {"LISTS": len(starts), "CARRIES": made.carries, "COLUMN_CARRIES": made.column_carries}
+    constants |= {"WIDTH": scalars, "STAGES": stages, "SUMS": sum(made.sums), "KNOWN": made.known}
+    constants |= {"MEANS": len(made.means)}
+    mean_of = {stage: number for number, (stage, _) in enumerate(made.means)}
+    columns = [columns_name(stage) for stage in range(stages)]
     parts = [
         HEADERS,
         f"using Scalar = {'double' if dtype == torch.float64 else 'float'};",
         *(f"constexpr int64_t {name} = {value};" for name, value in constants.items()),
-        f"constexpr int64_t FIRST_SUM[] = {{{firsts}}};",
+        _array("int64_t", "FIRST_SUM", map(made.first_total, range(stages)), sum(made.sums)),
+        _array("int64_t", "MEAN_OF", (mean_of.get(stage, -1) for stage in range(stages)), -1),
+        _array("bool", "MEANS_BY_COLUMNS", (int(by_columns) for _, by_columns in made.means), 0),
         f"constexpr bool UPDATES = {str(UPDATE in made.recordings).lower()};",
         SCRATCH,
         vectors.HELPERS if any(map(vectors.uses_helpers, kernels)) else "",  # which code without vectors cannot have
         *kernels,
         "" if UPDATE in made.recordings else f"static void {UPDATE}({PARAMETERS});",
         f"using Pass = void (*)({PARAMETERS});",
-        f"constexpr Pass MEASURES[] = {{{measures}}};",
+        _array("Pass", "MEASURES", map(measure_name, range(stages)), "nullptr"),
+        _array("Pass", "COLUMNS", (name if name in made.recordings else "nullptr" for name in columns), "nullptr"),
         _driver(),
     ]
     return "\n".join(parts)
+
+
+def _array(kind: str, name: str, values: Iterable[str | int], end: str | int) -> str:
+    """Return the declaration of a constant array. It gets an element at its end, because it cannot be empty."""
+    return f"constexpr {kind} {name}[] = {{{', '.join(map(str, (*values, end)))}}};"
+
+
+def list_starts(signature: Signature) -> list[str]:
+    """Return for each list the expression of the element with which a chunk starts."""
+    program, lists = signature.program, range(len(signature.dtypes))
+    if sizes := compiled_sizes(signature):  # a chunk consists of whole matrices
+        return [f"row * {math.prod(program.list_shape(number, (1, *sizes)))}" for number in lists]
+    # by the shape of a tensor that belongs to a parameter of shape (0, 0)
+    starts = {(0, 0): "first", (0, 1): "row", (0,): "row", (1, 0): "matrix * size1", (1, 1): "matrix"}
+    return [starts[program.list_shape(number, (0, 0))] if signature.rank > 1 else "first" for number in lists]
 
 
 @lru_cache
@@ -103,7 +123,7 @@ def _driver() -> str:
     return DRIVER.read_text()
 
 
-def _pass_source(made: CompiledPasses, name: str, row_lists: Collection[int], in_parts: bool) -> str:
+def _pass_source(made: CompiledPasses, name: str, starts: Sequence[str], in_parts: bool) -> str:
     """Return the kernels of a pass, and a function that calls them on one chunk of one tensor, or on its parts."""
     recording = made.recordings[name]
     output = recording.output
@@ -117,7 +137,7 @@ def _pass_source(made: CompiledPasses, name: str, row_lists: Collection[int], in
             raise CannotRecord(f"its C++ source has {found} functions named kernel")
         kernels.append(_with_own_memory(vectors.improve(source), call.arguments))
         arguments = [
-            _size(argument) if isinstance(argument, Extent) else _pointer(made, recording, kind, argument, row_lists)
+            _size(argument) if isinstance(argument, Extent) else _pointer(made, recording, kind, argument, starts)
             for kind, argument in zip(call.types, call.arguments, strict=True)
         ]
         calls.append(f"    {kernel}({', '.join(arguments)});")
@@ -161,7 +181,7 @@ def _size(extent: Extent) -> str:
 
 
 def _pointer(
-    made: CompiledPasses, recording: Recording, kind: str, argument: Place | Pointer, row_lists: Collection[int]
+    made: CompiledPasses, recording: Recording, kind: str, argument: Place | Pointer, starts: Sequence[str]
 ) -> str:
     """Return the expression of a pointer. The gradient, the parameter and the states start at the chunk."""
     if isinstance(argument, Pointer):
@@ -171,8 +191,10 @@ def _pointer(
     source, index = argument
     if source == CARRY:
         return f"reinterpret_cast<{kind}>(pointers[LISTS + {index}]) + row"
+    if source == COLUMN_CARRY:
+        return f"reinterpret_cast<{kind}>(pointers[LISTS + CARRIES + {index}]) + matrix * size1"
     if source == "totals":
         return f"reinterpret_cast<{kind}>(totals) + {made.first_total(index)}"
     if isinstance(source, str):
         return f"reinterpret_cast<{kind}>({source})"
-    return f"reinterpret_cast<{kind}>(pointers[{source}]) + {'row' if source in row_lists else 'first'}"
+    return f"reinterpret_cast<{kind}>(pointers[{source}]) + {starts[source]}"

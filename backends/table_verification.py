@@ -12,11 +12,22 @@ from torch import Tensor
 
 from compiled_optim.backends.base import BoundArguments, Call, ScalarRows, Shape, Signature
 from compiled_optim.backends.table import in_blocks
+from compiled_optim.backends.tracing import compiled_sizes
 from compiled_optim.backends.verification import is_close
 from compiled_optim.program import Arguments, TensorLists
 from compiled_optim.quantization import BLOCK, blocks
 
 VERIFIED_SIZES = (37, 1, 64, 3, 90, 0)
+VERIFIED_MATRICES: list[Shape] = [
+    (1, 37, 5),
+    (1, 1, 7),
+    (2, 20, 3),
+    (3, 40, 4),
+    (1, 9, 1),
+    (2, 0, 3),
+    (0, 3, 2),
+    (1, 4, 0),
+]
 VERIFIED_CHUNK = 16
 """Elements in a chunk during verification; small, so that small tensors consist of several chunks."""
 
@@ -37,7 +48,10 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
     One tensor has no gradient, and must not change. The gradients are passed in other shapes than the parameters,
     because a unit uses only their addresses. A unit that takes ``found_inf`` is run once more, and must change nothing.
     """
-    shapes: list[Shape] = [(size,) if signature.rank == 1 else (size, 5) for size in VERIFIED_SIZES]
+    sizes = compiled_sizes(signature) or (5,) * (signature.rank - 1)
+    shapes: list[Shape] = [(size, *sizes) for size in VERIFIED_SIZES]
+    if signature.rank > 2 and not compiled_sizes(signature):
+        shapes = VERIFIED_MATRICES
     if signature.program.has_blocks:  # the driver gets these 1-D tensors in blocks, the eager program as they are
         shapes = [(size,) for size in (*VERIFIED_SIZES, 3 * BLOCK, 2 * BLOCK + 9)]
         if unit.whole_blocks:
@@ -63,7 +77,7 @@ def table_agrees(signature: Signature, unit: TableUnitLike) -> bool:
         pairs += [(tensors[i], kept[0]) for tensors, kept in zip(lists, own, strict=True)]
         if result is not None:
             zeros = torch.zeros_like(result[:, i])
-            pairs.append((result[:, i], returned.reshape(zeros.shape) if isinstance(returned, Tensor) else zeros))
+            pairs.append((result[:, i], zeros if returned is None else returned.reshape(zeros.shape)))
     if not all(is_close(a, b) for a, b in pairs):
         return False
     if arguments.found_inf is None:
@@ -79,9 +93,9 @@ def _example_lists(signature: Signature, shapes: Sequence[Shape]) -> TensorLists
     generator = torch.Generator().manual_seed(0)
 
     def example(number: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-        own = shape
-        if number in signature.program.row_lists:
-            own = (blocks(shape[0]) if signature.program.has_blocks else shape[0],)
+        own = signature.program.list_shape(number, shape)
+        if number in signature.program.row_lists and signature.program.has_blocks:
+            own = (blocks(shape[0]),)
         values = torch.rand(own, generator=generator, device="cpu") + 0.5
         return (values * 100 if dtype == torch.uint8 else values).to(signature.device, dtype)
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from compiled_optim.backends.base import Shape, Signature
 from compiled_optim.backends.decompositions import foreach_decompositions
-from compiled_optim.backends.graph import CARRY, SIZES, Place
+from compiled_optim.backends.graph import CARRIES, CARRY, SIZES, Place
 from compiled_optim.errors import RuleError, first_line
 from compiled_optim.locations import definition, innermost_user_frame
 from compiled_optim.program import Arguments, Program
 from compiled_optim.quantization import BLOCK
 from compiled_optim.tensors import dtype_of_sums
+from compiled_optim.update_program import Phase, UpdateProgram
 
 
 @dataclass
@@ -46,7 +47,7 @@ def trace(
     hint: int = 1 << 12,
     unbind_scalars: bool = False,
     decompose_foreach: bool = False,
-    carries: int = 0,
+    carries: Sequence[Place] = (),
     bounds: SizeBounds = SizeBounds(),  # noqa: B008
     scalars_on: str = "cpu",
 ) -> TracedGraph:
@@ -58,7 +59,7 @@ def trace(
         hint: with ``shapes=None``, the number of elements a compiler should optimise for.
         unbind_scalars: pass each hyperparameter as a separate 0-dim tensor.
         decompose_foreach: replace foreach operations by one operation per tensor.
-        carries: add this many inputs with a number for each row, which the graph fills with zeros.
+        carries: the places of further inputs, with a number for each row or column. The graph fills them with zeros.
         bounds: with ``shapes=None``, the smallest and the largest size of a dimension.
         scalars_on: the device of the hyperparameters.
     """
@@ -68,8 +69,7 @@ def trace(
     with mode:
         sizes = shapes or _any_sizes(signature, mode.shape_env, hint, bounds)
         examples = _example_inputs(signature, sizes, unbind_scalars, scalars_on)
-        for i in range(carries):
-            examples[CARRY, i] = torch.empty(sizes[0][:1], dtype=unit_sum_dtype(signature), device=signature.device)
+        examples |= {place: empty_carry(signature, place, sizes[0], signature.device) for place in carries}
     places = list(examples)
 
     def flat(*inputs: Any) -> list[Tensor]:
@@ -79,12 +79,15 @@ def trace(
         for name, _, _ in signature.arguments:
             values = [value for (source, _), value in given.items() if source == name]
             named[name] = values if (name == "scalars" and unbind_scalars) or len(values) > 1 else values[0]
-        result = signature.program(lists, Arguments(**named))
-        for i in range(carries):
-            given[CARRY, i].zero_()
-        if isinstance(result, list):
-            return result
-        return [] if result is None else [result]
+        program = signature.program
+        if isinstance(program, UpdateProgram) and program.phase is Phase.STAGED:
+            results = program.staged(lists, Arguments(**named))
+        else:
+            result = program(lists, Arguments(**named))
+            results = [] if result is None else [result]
+        for place in carries:
+            given[place].zero_()
+        return results
 
     table = foreach_decompositions() if decompose_foreach else {}
     try:
@@ -118,6 +121,23 @@ def _width(signature: Signature) -> int:
 def unit_sum_dtype(signature: Signature) -> torch.dtype:
     """Return the dtype in which a program sums on its device."""
     return dtype_of_sums(signature.program.dtype, torch.device(signature.device))
+
+
+def empty_carry(signature: Signature, place: Place, sizes: Sequence[Any], device: str) -> Tensor:
+    """Return a tensor for the values of rows or columns that a pass over a chunk of these sizes carries to later ones.
+
+    For a chunk of a matrix it has two dimensions, as means over rows and columns have.
+    """
+    assert place[0] in CARRIES
+    if not is_split(signature):
+        return torch.empty(sizes[:1], dtype=unit_sum_dtype(signature), device=device)
+    shape = (sizes[0], 1) if place[0] == CARRY else (1, sizes[1])
+    return torch.empty(shape, dtype=signature.program.dtype, device=device)
+
+
+def is_split(signature: Signature) -> bool:
+    """Return True if a unit sees rows of a matrix, as a 2-D tensor, and not a stack of whole matrices."""
+    return signature.rank == 2 and isinstance(signature.program, UpdateProgram) and bool(signature.program.split)
 
 
 def _any_sizes(signature: Signature, shape_env: Any, hint: int, bounds: SizeBounds) -> list[Any]:

@@ -20,7 +20,7 @@ from compiled_optim.backends import disk_cache
 from compiled_optim.backends.base import Signature
 from compiled_optim.backends.inductor import NO_ASSERTS, TABLE_OPTIONS
 from compiled_optim.backends.recording import TRITON, CannotRecord
-from compiled_optim.backends.table_passes import compile_passes
+from compiled_optim.backends.table_passes import NOT_CUT, compile_passes
 from compiled_optim.backends.table_verification import table_agrees
 from compiled_optim.backends.tracing import SizeBounds, unit_sum_dtype
 from compiled_optim.backends.triton_source import write_source
@@ -84,6 +84,8 @@ def _verified(signature: Signature, module: Path, memory: str | None) -> TritonT
 
 def write_module(signature: Signature) -> Path:
     """Generate the module of a unit, and write it to the cache directory."""
+    if signature.rank > 2:
+        raise CannotRecord(NOT_CUT)
     made = compile_passes(signature, TRITON, OPTIONS, CHUNK, BOUNDS)
     scalars = sum(math.prod(spec.shape) for spec in signature.arguments if spec.name == "scalars")
     lists = signature.dtypes, signature.program.row_lists, signature.rank

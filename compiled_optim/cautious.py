@@ -85,17 +85,15 @@ class MaskedTensors(Tensors):
 
     def add_(self, values: Tensors, alpha: Number | Tensor) -> Tensors:
         """Add a scaled update."""
-        self += alpha * values
-        return self
+        return self.__iadd__(alpha * values)
 
     def copy_(self, other: list[Tensor]) -> Tensors:
         """Replace the weights by updated ones."""
-        self += self._like(other) - self
-        return self
+        return self.__iadd__(self._like(other) - self)
 
     def ema_(self, values: Tensors, decay: Number) -> Tensors:
         """Interpolate, which is no update."""
-        self *= decay
+        self.__imul__(decay)
         return super().__iadd__((1 - decay) * values)
 
     def lerp_(self, values: Tensors, weight: Number | Tensor) -> Tensors:

@@ -95,7 +95,7 @@ class Program(Protocol):
         """Return the shape of a tensor in the list with this number, if that of the parameter is ``shape``."""
         return tuple(shape)
 
-    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | list[Tensor] | None:
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Run the program; it updates tensors in place."""
 
     def __hash__(self) -> int: ...

@@ -46,7 +46,7 @@ def example_arguments(program: UpdateProgram) -> Arguments:
 def is_elementwise(program: UpdateProgram, rank: int) -> bool:
     """Return True if a rule computes the same on a tensor with ``rank`` dimensions and on its parts; it runs on both.
 
-    The parts consist of whole rows, because rowwise rules never get others.
+    The parts consist of whole rows or matrices, because rowwise rules, and those for matrices, never get others.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -54,7 +54,8 @@ def is_elementwise(program: UpdateProgram, rank: int) -> bool:
         return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
 
     program = program.plain
-    lists = [example(6, *(3,) * (rank - 1)) for _ in range(2 + len(program.states))]
+    shape = (6, *(3,) * (rank - 1))
+    lists = [example(*program.list_shape(i, shape)) for i in range(2 + len(program.states))]
     arguments = example_arguments(program)._replace(scalars=example(2 * len(program.scalars)) / 2)
     whole = [[tensor.clone()] for tensor in lists]
     parts = [[tensor[:2].clone(), tensor[2:].clone()] for tensor in lists]

@@ -83,8 +83,9 @@ class UpdateProgram:
     a cautious program. Each call is a stage, and what follows may depend on its sums. On sharded tensors a program runs
     several times. MEASURE runs it on copies as far as the stage with the number ``stage``, and returns the sums of that
     stage over the local shards; ``totals`` has the sums of the stages before, over all shards. FINISH runs it with the
-    sums of all stages from ``totals``. STAGED is only traced: it returns the sums of each stage, and continues with
-    those from ``totals``, so that a backend can split the graph into one pass over the tensors for each stage.
+    sums of all stages from ``totals``. STAGED is only traced, over one tensor, by :meth:`staged`: it returns the
+    sums of each stage, also those of means, and continues with those from ``totals`` and with the means from the lists,
+    so that a backend can split the graph into one pass over the tensors for each stage.
 
     A rule with matrices computes means over their rows or columns by ``mean_over``. Over the dimensions in ``split``,
     -1 or -2, matrices are split over shards, so each such call is a stage too. AVERAGE runs the program on copies as
@@ -186,11 +187,20 @@ class UpdateProgram:
         """SUMS in the phase that returns sums, else NOTHING."""
         return Result.SUMS if self.phase is Phase.MEASURE else Result.NOTHING
 
-    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | list[Tensor] | None:
+    def __call__(self, lists: TensorLists, arguments: Arguments) -> Tensor | None:
         """Apply the rule once, in place. MEASURE changes nothing and returns the sums of its stage."""
         if self.phase in (Phase.MEASURE, Phase.AVERAGE):
-            stages = self.run_stages(lists, arguments, self.stage).sums
-            return torch.stack(stages[-1]) if self.phase is Phase.MEASURE else None
+            sums = self.run_stages(lists, arguments, self.stage).sums
+            return torch.stack(sums[-1]) if self.phase is Phase.MEASURE else None
+        self._apply(lists, arguments)
+        return None
+
+    def staged(self, lists: TensorLists, arguments: Arguments) -> list[Tensor]:
+        """Apply the rule once to one tensor, in place, and return the sums of each stage."""
+        return self._apply(lists, arguments).results
+
+    def _apply(self, lists: TensorLists, arguments: Arguments) -> Stages:
+        """Apply the rule, and return the stages."""
         lists, stages = self._without_means(lists, arguments)
         if self.part is Part.PREPARE:
             self._run_on_copies(lists, arguments, stages)
@@ -198,7 +208,7 @@ class UpdateProgram:
             self._run_unless_skipped(lists[:-1], arguments, stages, self._mapped(lists[-1]))
         else:
             self._run_unless_skipped(lists, arguments, stages)
-        return [torch.stack(own) for own in stages.sums] if self.phase is Phase.STAGED else None
+        return stages
 
     def run_stages(self, lists: TensorLists, arguments: Arguments, stop: int | None = None) -> Stages:
         """Run the rule as far as the stage ``stop``, and return the stages. This changes no parameter and no state."""
@@ -329,6 +339,11 @@ def reduced_shape(shape: Sequence[Any], *dims: int) -> tuple[Any, ...]:
     return tuple(1 if i - len(shape) in dims else size for i, size in enumerate(shape))
 
 
+def is_one(size: Any) -> bool:
+    """Return True if a size is 1, and not a symbol."""
+    return isinstance(size, int) and size == 1
+
+
 @lru_cache(maxsize=1024)
 def takes(update: Callable[..., None], function: str) -> bool:
     """Return True if a rule has this function as an argument: ALL_REDUCE, MEAN_OVER or MAP_MATRICES."""
@@ -367,6 +382,7 @@ class Stages:
         self._tensors, self._split, self._means, self._stop = tensors, split, means, stop
         self.sums: list[list[Tensor]] = []
         self.means: list[SplitMean] = []
+        self._local: list[Tensors] = []
 
     def all_reduce(self, *sums: Tensors) -> tuple[Tensors, ...]:
         """Return the sums over all shards."""
@@ -385,8 +401,9 @@ class Stages:
             return tensors.map(partial(mean, dim))
         self.sums.append([])
         local = tensors.map(partial(torch.sum, dim=dim, keepdim=True, dtype=sum_dtype(tensors[0])))
+        self._local.append(local)
         shape = local[0].shape
-        ones = tuple(i - len(shape) for i, size in enumerate(shape) if isinstance(size, int) and size == 1)
+        ones = tuple(i - len(shape) for i, size in enumerate(shape) if is_one(size))
         self.means.append(SplitMean(dim, ones))  # read only where the sizes are numbers
         own = self._means[len(self.means) - 1] if self._means else None
         if self._stops:
@@ -394,6 +411,12 @@ class Stages:
             torch._foreach_copy_(own, local)
             raise _Stopped
         return local if own is None else Tensors(each.to(tensors[0].dtype) for each in own)
+
+    @property
+    def results(self) -> list[Tensor]:
+        """The sums of each stage of a program over one tensor."""
+        local = iter(self._local)
+        return [torch.stack(own) if own else next(local)[0] for own in self.sums]
 
     @property
     def _stops(self) -> bool:

@@ -127,8 +127,8 @@ class Rule:
     """Whether ``update`` sees parameters of two and more dimensions as stacks of matrices.
 
     They are 3-D tensors then: the last two dimensions of the parameter, and all others as one. A rule with the argument
-    ``mean_over`` can step sharded matrices: it is a function that returns the means of tensors over a dimension, -1 or
-    -2, and over all shards.
+    ``mean_over`` can step sharded matrices, and chunks of rows on the CPU: it is a function that returns the means of
+    tensors over a dimension, -1 or -2, and over all shards or chunks.
     """
 
     reduced_states: ClassVar[Mapping[str, int]] = {}

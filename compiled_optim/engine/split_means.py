@@ -29,7 +29,7 @@ class SplitMeans:
         shapes = [program.list_shape(place, layout.view_shape(entry.local, bucket.rows)) for entry in entries]
         sizes = list(map(math.prod, shapes))
         self._buffer = torch.zeros(sum(sizes), dtype=bucket.sum_dtype, device=bucket.device)
-        self.tensors = [part.view(shape) for part, shape in zip(self._buffer.split(sizes), shapes, strict=True)]
+        self.tensors = [part.view(shape) for part, shape in zip(torch.split(self._buffer, sizes), shapes, strict=True)]
         self._lengths = [float(entry.param.shape[mean.dim]) for entry in entries]
         self._shards = replace(bucket.shards, dims=dict(bucket.splits)[mean.dim])
 

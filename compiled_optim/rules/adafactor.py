@@ -34,7 +34,8 @@ class Adafactor(Optimizer):
     :math:`n \times m` elements has states of :math:`n + m`. :class:`~compiled_optim.AdamW` usually reaches a lower
     loss for the same number of steps. For convolutions it saves little, because the last two dimensions are small.
 
-    A parameter of two or more dimensions is stepped by a call of its own.
+    On the CPU one call steps all matrices, and one those of each small size (docs/compile_cost.md). On CUDA and on NPUs
+    each parameter of two or more dimensions is stepped by a call of its own.
 
     Args:
         params: parameters, named parameters, parameter groups, or a module.
@@ -115,18 +116,20 @@ class Adafactor(Optimizer):
         weight: Number, rho: Number, shrink: Number, eps1: Number, eps2: Number, d: Number, dtype_eps: Number,
         uses_dtype_eps: bool, mean_over: MeanOver, all_reduce: AllReduce,
     ) -> None:  # fmt: skip
-        floor = partial(root, dtype_eps if uses_dtype_eps else eps1)
+        floor = partial(at_least, dtype_eps if uses_dtype_eps else eps1)
         squares = g * g
         if variance is None:
             assert row_var is not None
             assert col_var is not None
             row_var.lerp_(mean_over(squares, -1), weight)
             col_var.lerp_(mean_over(squares, -2), weight)
-            means = mean_over(row_var, -2).map(partial(at_least, dtype_eps if uses_dtype_eps else eps1))
-            u = g / row_var.map(outer, col_var, means).map(floor)
+            shares = row_var.map(torch.div, mean_over(row_var, -2).map(floor))
+            # a root for each row and column, not for each element
+            roots = shares.map(kept_root).map(torch.mul, col_var.map(kept_root))
         else:
             variance.lerp_(squares, weight)
-            u = g / variance.map(floor)
+            roots = variance.map(torch.sqrt)
+        u = g / roots.map(floor)
         ones = g.map(torch.ones_like)
         weights, updates, sizes = all_reduce(p.sum_of_squares(), u.sum_of_squares(), ones.sum_of_squares())
         u *= weights.map(partial(step_size, rho, eps2, d, p[0].dtype), updates, sizes)
@@ -139,14 +142,9 @@ def at_least(limit: Number, tensor: Tensor) -> Tensor:
     return torch.maximum(tensor, limit.tensor) if isinstance(limit, Scalar) else tensor.clamp(min=limit)
 
 
-def root(limit: Number, variance: Tensor) -> Tensor:
-    """Return the square root, at least a limit."""
-    return at_least(limit, variance.sqrt())
-
-
-def outer(rows: Tensor, columns: Tensor, means: Tensor) -> Tensor:
-    """Return the estimate of the second moment of each element of a matrix."""
-    return rows / means * columns
+def kept_root(variance: Tensor) -> Tensor:
+    """Return the square root, which is stored and not computed again for each element of a matrix."""
+    return materialize(variance.sqrt())
 
 
 def step_size(

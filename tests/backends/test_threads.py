@@ -88,6 +88,12 @@ def test_sums_in_float64_are_added_in_one_order(name, options):
     assert_threads_do_not_matter(name, dtype=torch.float64, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_means_over_rows_are_added_in_one_order(dtype):
+    """Each matrix has several chunks, and a stack has several matrices."""
+    assert_threads_do_not_matter("Adafactor", shapes=[(900, 400), (3, 400, 400), (20, 30)], dtype=dtype)
+
+
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_bits_are_the_same_in_every_run(name, options):
     assert_same_bits(Work(name, **options).run([2]), Work(name, **options).run([2]))
