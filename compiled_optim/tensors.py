@@ -304,7 +304,7 @@ MeanOver: TypeAlias = Callable[[Tensors, int], Tensors]
 """Takes matrices and a dimension, -1 or -2; returns the means over it and all shards. It stays with the size 1."""
 
 FEW = 16
-"""Means of at most this many numbers are computed in their own dtype."""
+"""Rows of at most this many elements are short: their means are computed in their own dtype."""
 
 
 def mean(dim: int, tensor: Tensor) -> Tensor:
@@ -312,6 +312,18 @@ def mean(dim: int, tensor: Tensor) -> Tensor:
     size = tensor.shape[dim]
     dtype = tensor.dtype if isinstance(size, int) and size <= FEW else sum_dtype(tensor)
     return materialize((tensor.sum(dim, keepdim=True, dtype=dtype) / size).to(tensor.dtype))
+
+
+def root_of_product(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the square root of the product of a value for each row and one for each column of a matrix.
+
+    Compiled code takes the roots of rows and columns once, and an element costs a product. If rows are short, it stores
+    the products instead, so that what follows is one loop over all elements of a stack, and not one for each row.
+    """
+    length = columns.shape[-1]
+    if isinstance(length, int) and length <= FEW:
+        return materialize(materialize(rows) * columns).sqrt()
+    return materialize(rows.sqrt()) * materialize(columns.sqrt())
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

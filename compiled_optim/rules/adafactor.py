@@ -15,7 +15,7 @@ from compiled_optim.engine.hyperparameters import check_lr
 from compiled_optim.engine.rule import Group, Rule
 from compiled_optim.optimizer import Optimizer
 from compiled_optim.options import TorchOptions
-from compiled_optim.tensors import AllReduce, MeanOver, Number, Scalar, Tensors, materialize
+from compiled_optim.tensors import AllReduce, MeanOver, Number, Scalar, Tensors, materialize, root_of_product
 
 
 class Adafactor(Optimizer):
@@ -124,8 +124,7 @@ class Adafactor(Optimizer):
             row_var.lerp_(mean_over(squares, -1), weight)
             col_var.lerp_(mean_over(squares, -2), weight)
             shares = row_var.map(torch.div, mean_over(row_var, -2).map(floor))
-            # a root for each row and column, not for each element
-            roots = shares.map(kept_root).map(torch.mul, col_var.map(kept_root))
+            roots = shares.map(root_of_product, col_var)
         else:
             variance.lerp_(squares, weight)
             roots = variance.map(torch.sqrt)
@@ -140,11 +139,6 @@ class Adafactor(Optimizer):
 def at_least(limit: Number, tensor: Tensor) -> Tensor:
     """Return a tensor without values below a limit."""
     return torch.maximum(tensor, limit.tensor) if isinstance(limit, Scalar) else tensor.clamp(min=limit)
-
-
-def kept_root(variance: Tensor) -> Tensor:
-    """Return the square root, which is stored and not computed again for each element of a matrix."""
-    return materialize(variance.sqrt())
 
 
 def step_size(
