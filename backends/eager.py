@@ -59,10 +59,13 @@ class EagerUnit(Unit):
             return constant._replace(scalars=None if scalars is None else scalars.values[0], grad_scale=scale)
 
         whole = Phase.WHOLE, Part.WHOLE
-        is_on_cpu = lists[0][0].device.type == "cpu"
-        if is_on_cpu and isinstance(program, UpdateProgram) and (program.phase, program.part) == whole:
+        if isinstance(program, UpdateProgram) and (program.phase, program.part) == whole and _is_on_cpu(lists):
             return _bind_pieces(program, shapes, lists, values)
         return lambda grads: program([list(grads), *lists], values())
+
+
+def _is_on_cpu(lists: TensorLists) -> bool:
+    return lists[0][0].device.type == "cpu"
 
 
 def _bind_pieces(

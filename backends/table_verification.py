@@ -110,7 +110,8 @@ def _example_arguments(signature: Signature, tensors: int) -> BoundArguments:
         values = torch.rand(tensors, max(math.prod(shape), 1), generator=generator, device="cpu").to(dtype) + 0.5
         if name == "scalars":
             rows = made[name] = ScalarRows(shape[0] // 2, tensors, dtype)
-            rows.tensor.copy_(values[:, : shape[0]])
+            # below 1, like a decay: beyond it, an average of squares may be negative, and its root NaN
+            rows.tensor.copy_(values[:, : shape[0]] / 2 + 0.25)
             rows.row_of[:] = array("q", [i % 2 for i in range(tensors)])
         elif name == "found_inf":
             made[name] = torch.zeros((), dtype=dtype, device=signature.device)

@@ -66,8 +66,8 @@ Adamax float32             62
 Adamax bfloat16            97
 Adagrad float32            46
 Adagrad bfloat16           71
-Adafactor float32         240
-Adafactor bfloat16        271
+Adafactor float32         237
+Adafactor bfloat16        268
 RAdam float32              83
 RAdam bfloat16            118
 Rprop float32             108
