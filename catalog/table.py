@@ -36,8 +36,8 @@ are in `compiled_optim.npu`.
   masked; in Lamb, Lars and Schedule-Free it is a part of the update. Without momentum an update mostly has the sign of
   its gradient, and nothing changes: so it is with Adafactor. Schedule-Free masks z like the parameters.
 - `decoupled_weight_decay=True`, an option of a group too, multiplies parameters by `1 - lr * weight_decay` instead of
-  adding the decay to the gradient. Adam, NAdam and RAdam have it in torch.optim as well. Adafactor,
-  Prodigy, Rprop and the Schedule-Free optimizers refuse it.
+  adding the decay to the gradient. Adam, NAdam and RAdam have it in torch.optim as well. Prodigy,
+  Rprop and the Schedule-Free optimizers refuse it.
 
 ```python
 import compiled_optim as co
