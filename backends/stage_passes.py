@@ -23,8 +23,8 @@ from torch.fx import Graph, Node
 from compiled_optim.backends import stage_split
 from compiled_optim.backends.recording import CannotRecord
 from compiled_optim.backends.stage_split import COPY, home_and_value, split
+from compiled_optim.stages import is_one
 from compiled_optim.torch_private import CustomGraphPass, get_hash_for_files
-from compiled_optim.update_program import is_one
 
 VISIBLE = "user_visible_output_idxs"
 """The entry of the output's ``meta`` that makes Inductor give outputs their strides in the graph before the passes. It

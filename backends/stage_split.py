@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_optim.backends.recording import CannotRecord
-from compiled_optim.update_program import is_one
+from compiled_optim.stages import is_one
 
 COPY = torch.ops.aten.copy_.default
 SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)

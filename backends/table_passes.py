@@ -33,7 +33,8 @@ from compiled_optim.backends.tracing import (
 )
 from compiled_optim.program import Result
 from compiled_optim.program_checks import is_elementwise, split_means, sum_stages
-from compiled_optim.update_program import Part, Phase, SplitMean, UpdateProgram
+from compiled_optim.stages import SplitMean
+from compiled_optim.update_program import Part, Phase, UpdateProgram
 
 MEASURE, COLUMNS, UPDATE = "measure", "columns", "update"
 """The names of the passes: those that measure, and those over columns that follow them, have the number of their stage

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.program import Arguments
-from compiled_optim.update_program import Part, Phase, SplitMean, UpdateProgram
+from compiled_optim.stages import SplitMean
+from compiled_optim.update_program import Part, Phase, UpdateProgram
 
 
 def sum_stages(program: UpdateProgram, rank: int) -> tuple[int, ...]:
