@@ -47,9 +47,17 @@ class Caution:
         if self._factors is None:
             mask = sign(update * self._grads, 0.0).map(lambda agrees: agrees.to(self._grads[0].dtype))
             ones = self._grads.map(torch.ones_like)
-            kept, elements = self._all_reduce(mask.sum_of_squares(), ones.sum_of_squares())
+            kept, elements = self._all_reduce(self._count(mask), self._count(ones))
             self._factors = mask * kept.map(self._scale, elements)
         return update * self._factors
+
+    def _count(self, flags: Tensors) -> Tensors:
+        """Return the number of ones in each tensor, added up by rows if the rule works by rows, as its own sums are.
+
+        Sums over flat buffers go by rows already, and leave out padding.
+        """
+        by_rows = self._grads.has_rows and flags[0].ndim == 2 and not isinstance(flags, FlatTensors)
+        return flags.row_sums(flags).total() if by_rows else flags.sum_of_squares()
 
     def _scale(self, kept: Tensor, elements: Tensor) -> Tensor:
         """Return the factor of the elements that stay, from their number and that of all elements."""
