@@ -238,7 +238,7 @@ TWO = {
     **{f"stored {label}": partial(stored, label) for label in STORED},
     **{f"cautious {name}": partial(cautious, name) for name in CAUTIOUS},
     "matrices rows": partial(matrices, (2,), [Shard(0)], compile=False),
-    "matrices columns": partial(matrices, (2,), [Shard(1)]),
+    "matrices columns": partial(matrices, (2,), [Shard(1)], compile=False),
     "matrices in stacks": partial(matrices, (2,), [Shard(2)], compile=False),
 }
 FOUR = {

@@ -111,6 +111,7 @@ def test_rules_with_sums(name, options, compiled):
     """The sums of the mask are computed after those of the rule."""
     params = parameters([shape for shape in (*SMALL, *LARGE) if 0 not in shape], torch.float64)
     truth, plain = (by_name(name, options, params, cautious) for cautious in (True, False))
+    compiled = compiled and name in ("AdamP", "Adafactor", "Lamb")  # by rows, by matrices, by tensors
     optimizer = getattr(co, name)(params, lr=LR, cautious=True, **options, compile=compiled)
     stepped(optimizer, params)
     assert_close(params, truth, 1e-10)
